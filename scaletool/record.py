@@ -1,0 +1,45 @@
+"""record.json: what one run was asked for, what it observed, and how it ended. The only word a worker says to the driver."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+SCHEMA = 1
+OUTCOMES = ("ok", "oom", "timeout", "diverged", "crashed", "invalid")
+CPU_STAMP = "cpu-gloo: not a GPU performance claim"
+RECORD_FILE = "record.json"
+FAILURE_FILE = "failure.rank{rank}.json"
+
+
+def write_json(path: Path, content: Any) -> None:
+    """Write atomically: a reader sees the old file or the new one, never a part."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    os.replace(scratch, path)
+
+
+def read_json(path: Path) -> Any | None:
+    """Content of a JSON file, or None where it is missing or not whole."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, json.JSONDecodeError):
+        return None
+
+
+def failed_record(outcome: str, reason: str, *, log_tail: list[str] | None = None, **fields: Any) -> dict[str, Any]:
+    """The record of a run that left none of its own; `fields` may add requested, observed and so on."""
+    assert outcome in OUTCOMES
+    return {
+        "schema": SCHEMA,
+        "requested": {},
+        "observed": {},
+        "steps": [],
+        **fields,
+        "outcome": outcome,
+        "reason": reason,
+        "log_tail": log_tail or [],
+    }

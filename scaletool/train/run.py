@@ -1,0 +1,288 @@
+"""One training run: put the shared parts together, hand them to a mode, leave a record."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import time
+import traceback
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import transformers
+
+from scaletool.config import RunConfig
+from scaletool.errors import ConfigError, EnvironmentFault, RunError, ScaletoolError
+from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, write_json
+from scaletool.train import cpu_engines, observe
+from scaletool.train.data.batches import ShardSampler, make_loader
+from scaletool.train.data.order import GlobalOrder
+from scaletool.train.data.tokenise import TokenisedData, load_data, load_tokenizer
+from scaletool.train.export import save_model
+from scaletool.train.meter import Meter
+from scaletool.train.model import build_model
+from scaletool.train.steps import Plan, make_plan
+from scaletool.train.validate import Validation
+from scaletool.train.world import World, bind_engine, cache_folder, read_world
+
+BF16_CAPABILITY = 8  # first compute capability with bf16 tensor cores; a V100 (7.0) emulates them, slowly and silently
+
+
+@dataclass
+class Run:
+    """Everything a mode needs, built once; `start`, `end_step` and `finish` are the places where it reports."""
+
+    config: RunConfig
+    world: World
+    plan: Plan
+    tokenizer: Any
+    model: torch.nn.Module
+    loader: Any
+    meter: Meter
+    validation: Validation | None
+    data: TokenisedData
+    out: Path
+    record: dict[str, Any] = field(default_factory=dict)
+    accelerator: Any = None
+    wrapped: Any = None
+
+    def start(self, accelerator: Any, wrapped: torch.nn.Module, *, accumulation: int, max_grad_norm: float | None) -> None:
+        """The engine is built: observe it, refuse another run than the one asked for, print the plan.
+
+        Raises RunError(outcome="invalid") on every rank when anything differs.
+        """
+        self.accelerator, self.wrapped = accelerator, wrapped
+        asked = observe.requested(self.config, self.world, has_gpu=torch.cuda.is_available())
+        seen = observe.observed(
+            accelerator,
+            wrapped,
+            mode=self.config.train.mode,
+            per_device_batch_size=self.config.data.per_device_batch_size,
+            accumulation=accumulation,
+            max_grad_norm=max_grad_norm,
+        )
+        self.record |= {"requested": asked, "observed": seen, "hardware": observe.hardware(accelerator.device)}
+        observe.check(asked, seen, self.world)
+        if self.world.is_main:
+            say(self.describe(seen))
+
+    def end_step(self, grad_norm: Any, learning_rate: float) -> None:
+        """End of an optimizer step, in both modes."""
+        self.meter.step(
+            grad_norm=grad_norm,
+            learning_rate=learning_rate,
+            loss_scale=_loss_scale(self.accelerator, self.wrapped),
+            skipped=bool(self.accelerator.optimizer_step_was_skipped),
+        )
+        every = self.config.train.eval_every
+        if every and len(self.meter.rows) % every == 0:
+            self.validate()
+
+    def validate(self) -> None:
+        if self.validation is None:
+            return
+        started = time.perf_counter()
+        step = len(self.meter.rows)
+        loss = self.validation.loss(self.wrapped, self.accelerator.device)
+        self.record.setdefault("validation", []).append({"step": step, "loss": loss})
+        if self.world.is_main:
+            say(f"step {step:>6}  validation loss {loss:.4f}")
+        self.meter.exclude(time.perf_counter() - started)
+
+    def finish(self) -> None:
+        """The mode has made its last step: close the measurement, write the record and the model."""
+        steps, ranks, window = self.meter.finish()
+        if len(steps) != self.plan.optimizer_steps:
+            raise RunError(f"planned {self.plan.optimizer_steps} optimizer steps, made {len(steps)}", outcome="invalid")
+        if self.validation and not (self.record.get("validation") and self.record["validation"][-1]["step"] == len(steps)):
+            self.validate()
+        self.record |= {"steps": steps, "ranks": ranks, "window": window, "outcome": "ok", "reason": "", "exit_status": 0}
+        self.record["memory"] = {"peak_bytes": max(rank["peak_memory_bytes"] for rank in ranks)}
+        if not self.config.launch.measured:
+            save_model(self.accelerator, self.wrapped, self.tokenizer, self.out / "model")
+        if self.world.is_main:
+            write_json(self.out / RECORD_FILE, self.record)
+            say(_closing_line(steps, window) + f"\nrecord: {self.out / RECORD_FILE}")
+
+    def describe(self, seen: dict[str, Any]) -> str:
+        """The resolved plan, printed before training in both modes."""
+        plan, parameters = self.plan, self.record["plan"]["parameters"]
+        lines = [
+            f"{seen['mode']} mode · {seen['engine']} · {seen['world_size']} processes · {seen['precision']}"
+            f" · {self.config.model.name}, {parameters:,} parameters",
+            f"micro-batch {plan.per_device_batch_size} x accumulation {plan.gradient_accumulation_steps}"
+            f" x world {plan.world_size} = global batch {plan.global_batch_size}",
+            f"{plan.rows} rows = {plan.batches_per_rank} batches per rank"
+            f" = {plan.steps_per_epoch} optimizer steps per epoch; {plan.optimizer_steps} steps = {plan.epochs:g} epochs",
+        ]
+        if self.data.skipped_rows:
+            lines.append(f"skipped {self.data.skipped_rows} bad rows, the first: {self.data.first_skipped}")
+        if self.record["stamp"]:
+            lines.append(self.record["stamp"])
+        return "\n".join(lines)
+
+
+def build(config: RunConfig, world: World, out: Path) -> Run:
+    """Data, plan, model and loader of this rank. Raises ConfigError for data or a model that cannot be used."""
+    cache = cache_folder(config)
+    cache.mkdir(parents=True, exist_ok=True)
+    tokenizer = load_tokenizer(config, cache)
+    data, held_out = load_data(config, cache, tokenizer)
+    plan = make_plan(len(data), world.world_size, config)
+    lengths = data.source_lengths + data.target_lengths if config.data.batching == "bucketed" else None
+    order = GlobalOrder(len(data), plan.global_batch_size, config.data.seed, lengths)
+    share = {"rank": world.rank, "world_size": world.world_size, "per_device_batch_size": plan.per_device_batch_size}
+    sampler = ShardSampler(order, data.target_lengths, steps=range(plan.optimizer_steps), **share)
+    model = build_model(config, tokenizer)
+    validation = None
+    if held_out is not None:
+        source_order = GlobalOrder(len(held_out), plan.world_size * plan.per_device_batch_size, shuffle=False)
+        eval_sampler = ShardSampler(source_order, held_out.target_lengths, steps=range(source_order.steps_per_epoch), **share)
+        validation = Validation(make_loader(held_out, eval_sampler, tokenizer.pad_token_id))
+    device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    meter = Meter(
+        device,
+        log_every=config.train.log_every,
+        warmup_steps=config.measure.warmup_steps if config.launch.measured else 0,
+        on_log=lambda row: say(_log_line(row, plan.optimizer_steps)) if world.is_main else None,
+        samples_path=out / f"samples.rank{world.rank}.jsonl" if config.measure.record_samples else None,
+    )
+    loader = make_loader(data, sampler, tokenizer.pad_token_id, num_workers=config.data.num_workers)
+    run = Run(config, world, plan, tokenizer, model, loader, meter, validation, data, out)
+    run.record |= {
+        "schema": SCHEMA,
+        "stamp": None if torch.cuda.is_available() else CPU_STAMP,
+        "mode": config.train.mode,
+        "config": config.to_dict(),
+        "warmup_steps": meter.warmup_steps,
+        "versions": observe.versions(),
+        "plan": {**plan.to_dict(), "parameters": sum(parameter.numel() for parameter in model.parameters())},
+        "data": {"skipped_rows": data.skipped_rows, "first_skipped": data.first_skipped},
+    }
+    return run
+
+
+def execute(config: RunConfig) -> int:
+    """Run to the end, leave a record whatever happens, and return the exit status."""
+    _quiet_libraries()
+    world = read_world(config)
+    out = Path(config.train.output_dir or default_output_dir())
+    config = config.replace(train__output_dir=str(out))
+    out.mkdir(parents=True, exist_ok=True)
+    run: Run | None = None
+    try:
+        refuse_unfit_gpu(config)
+        cpu_engines.enable()
+        bind_engine(config, world, has_gpu=torch.cuda.is_available())
+        if world.engine.startswith("zero"):
+            cpu_engines.skip_shared_memory_build()
+        run = build(config, world, out)
+        if config.train.mode == "custom":
+            from scaletool.train.custom_mode import train
+        else:
+            from scaletool.train.trainer_mode import train
+        train(run)
+        if dist.is_initialized():
+            dist.barrier()
+        return 0
+    except Exception as error:
+        return _fail(error, world, out, run)
+
+
+def refuse_unfit_gpu(config: RunConfig) -> None:
+    """Raises before anything is loaded where the GPU cannot do what is asked, or torch has no kernels for it."""
+    if not torch.cuda.is_available():
+        return
+    major, minor = torch.cuda.get_device_capability()
+    if config.train.precision == "bf16" and major < BF16_CAPABILITY:
+        raise ConfigError(
+            f"bf16 on a GPU of compute capability {major}.{minor} is emulated: slower than float32, without a warning",
+            where="train.precision",
+            hint="set train.precision: fp16",
+        )
+    kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(f"sm_{major}")]
+    if not any(int(name.removeprefix("sm_").rstrip("af")) <= 10 * major + minor for name in kernels):
+        raise EnvironmentFault(
+            f"torch {torch.__version__} has no kernels for compute capability {major}.{minor}"
+            f" (it has {', '.join(torch.cuda.get_arch_list())})",
+            hint="install a cu126 wheel of torch >=2.6,<2.15: the last line that still serves the V100",
+        )
+
+
+def default_output_dir() -> str:
+    """runs/<UTC time>-train; the launcher's start time, so that all its processes name the same folder."""
+    launcher = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
+    started = Path(f"/proc/{launcher}").stat().st_mtime if Path(f"/proc/{launcher}").exists() else time.time()
+    return f"runs/{datetime.fromtimestamp(started, timezone.utc):%Y%m%d-%H%M%S}-train"
+
+
+def say(text: str) -> None:
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def _fail(error: Exception, world: World, out: Path, run: Run | None) -> int:
+    """Record the failure: record.json on rank 0, failure.rank<k>.json on every rank, for the driver to read."""
+    expected = isinstance(error, ScaletoolError)
+    status = error.exit_status if isinstance(error, ScaletoolError) else 3
+    outcome, text = _classify(error), str(error) or type(error).__name__
+    trace = None if expected else traceback.format_exc()
+    failure = {"outcome": outcome, "reason": text, "rank": world.rank, "exit_status": status, "traceback": trace}
+    write_json(out / FAILURE_FILE.format(rank=world.rank), failure)
+    if world.is_main or not expected:
+        say(f"error: {text}" if expected else f"rank {world.rank}: {outcome}\n{trace}")
+    if world.is_main:
+        partial = run.record if run else {}
+        fields = {key: value for key, value in partial.items() if key not in ("outcome", "reason")}
+        write_json(out / RECORD_FILE, failed_record(outcome, text, **{**fields, "exit_status": status}))
+    return status
+
+
+def _classify(error: Exception) -> str:
+    if isinstance(error, RunError):
+        return error.outcome
+    if isinstance(error, ScaletoolError):
+        return "invalid"
+    if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error).lower():
+        return "oom"
+    return "crashed"
+
+
+def _loss_scale(accelerator: Any, wrapped: Any) -> float | None:
+    """The scale of the step just made; None without fp16."""
+    if accelerator.scaler is not None:
+        return float(accelerator.scaler.get_scale())
+    if hasattr(wrapped, "fp16_enabled") and wrapped.fp16_enabled():
+        return float(wrapped.optimizer.loss_scale)
+    return None
+
+
+def _log_line(row: dict[str, Any], total_steps: int) -> str:
+    norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "n/a"
+    scale = f"  scale {row['loss_scale']:g}" if row["loss_scale"] is not None else ""
+    return (
+        f"step {row['step']:>6}/{total_steps}  loss {row['loss']:.4f}  norm {norm}  lr {row['learning_rate']:.2e}"
+        f"  {row['seconds'] * 1000:.0f} ms{scale}{'  SKIPPED' if row['skipped'] else ''}"
+    )
+
+
+def _closing_line(steps: list[dict[str, Any]], window: dict[str, Any]) -> str:
+    seconds = window["seconds"] or float("nan")
+    skipped = sum(step["skipped"] for step in steps)
+    return (
+        f"{len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}, {skipped} skipped;"
+        f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
+    )
+
+
+def _quiet_libraries() -> None:
+    transformers.logging.set_verbosity_error()
+    logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
+    logging.getLogger("torch.distributed").setLevel(logging.WARNING)
+
+
