@@ -25,19 +25,19 @@ from scaletool.errors import ConfigError
 @dataclass(frozen=True)
 class ModelConfig:
     name: str = "tiny"
-    """tiny | small | base | large | 3b | v1_1-small | v1_1-base | v1_1-large | v1_1-xl, or a local path or hub id."""
+    """tiny, small, base, large, 3b, v1_1-small, v1_1-base, v1_1-large, v1_1-xl, or a local path or hub id."""
     init: Literal["scratch", "pretrained"] = "scratch"
-    """scratch: fresh weights from train.seed, no download. pretrained: weights of the checkpoint, always in float32."""
+    """scratch: fresh weights from train.seed, no download. pretrained: the checkpoint's weights, always in float32."""
     dropout_rate: float = 0.0
-    """Share of activations dropped. 0 keeps losses comparable across modes and GPU counts; T5 fine-tuning uses 0.1."""
+    """Share of activations dropped. 0 keeps losses comparable over modes and GPU counts; T5 fine-tuning uses 0.1."""
     fp16_guard: Literal["auto", "none"] = "auto"
-    """Extra protection against fp16 overflow in the feed-forward. No guard is built in yet: both mean the libraries' own."""
+    """Protection against fp16 overflow beyond the libraries' own. None is built in yet, so both values mean that."""
 
 
 @dataclass(frozen=True)
 class TokenizerConfig:
     kind: Literal["bytes", "train", "path"] = "bytes"
-    """bytes: UTF-8 bytes with ByT5's ids. train: Unigram trained on the training data, cached. path: a saved tokenizer."""
+    """bytes: UTF-8 bytes with ByT5's numbers. train: Unigram of the training data, cached. path: a saved tokenizer."""
     vocab_size: int = 4096
     """Number of pieces when kind is `train`."""
     path: str | None = None
@@ -47,7 +47,7 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: list[str] = field(default_factory=lambda: ["stdlib"])
-    """Files or globs (jsonl, csv, tsv, parquet, each also .gz except parquet), or `stdlib`: the embedded pairs."""
+    """Files or globs (jsonl, csv, tsv, parquet; the text formats also gzipped), or `stdlib`: the embedded pairs."""
     validation: list[str] | float | None = None
     """Files or globs, or the share of training rows to hold out (0 to 0.5). Null: no validation."""
     source: str = "{source}"
@@ -61,7 +61,7 @@ class DataConfig:
     per_device_batch_size: int = 8
     """Examples per GPU per forward."""
     batching: Literal["padded", "bucketed"] = "bucketed"
-    """padded: random order. bucketed: global batches of like length. Both pad to the longest, in multiples of 8."""
+    """padded: random order. bucketed: global batches of like length. Both pad to the longest, in eights."""
     streaming: Literal[False] = False
     """Only map-style data is available."""
     on_bad_row: Literal["error", "skip"] = "error"
@@ -241,7 +241,7 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         return
     for section, section_node in _mapping(root, path, "the run config"):
         for key, node in _mapping(section_node, path, section):
-            yield f"{section}.{key}", loader.construct_object(node, deep=True), node.start_mark.line + 1  # type: ignore[no-untyped-call]
+            yield f"{section}.{key}", loader.construct_object(node, deep=True), node.start_mark.line + 1
 
 
 def _mapping(node: yaml.Node, path: Path, name: str) -> Iterator[tuple[str, yaml.Node]]:
@@ -257,7 +257,9 @@ def _mapping(node: yaml.Node, path: Path, name: str) -> Iterator[tuple[str, yaml
     for key_node, value_node in node.value:
         key, line = str(key_node.value), key_node.start_mark.line + 1
         if key in seen:
-            raise ConfigError(f"key {key} of {name} is given twice, in lines {seen[key]} and {line}", where=f"{path}:{line}")
+            raise ConfigError(
+                f"key {key} of {name} is given twice, in lines {seen[key]} and {line}", where=f"{path}:{line}"
+            )
         seen[key] = line
         yield key, value_node
 
@@ -289,7 +291,10 @@ def _coerce(value: Any, annotation: Any, key: str, where: str) -> Any:
     choices = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     for choice in choices:
         if typing.get_origin(choice) is Literal:
-            if any(value is option or (value == option and type(value) is type(option)) for option in typing.get_args(choice)):
+            if any(
+                value is option or (value == option and type(value) is type(option))
+                for option in typing.get_args(choice)
+            ):
                 return value
         elif choice is type(None):
             if value is None:

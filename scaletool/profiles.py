@@ -55,7 +55,7 @@ class Profile:
         named = (self.content.get("deepspeed_config") or {}).get("deepspeed_config_file")
         if named is None:
             return None
-        candidates = [Path(named), self.path.parent.parent / named, self.path.parent / named]
+        candidates: list[Path] = [Path(named), self.path.parent.parent / named, self.path.parent / named]
         for candidate in candidates:
             if candidate.is_file():
                 return candidate.resolve()
@@ -144,7 +144,13 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
 
 
 def bind_deepspeed(
-    path: Path, *, per_device_batch_size: int, gradient_accumulation_steps: int, max_grad_norm: float | None, fp16: bool, world_size: int
+    path: Path,
+    *,
+    per_device_batch_size: int,
+    gradient_accumulation_steps: int,
+    max_grad_norm: float | None,
+    fp16: bool,
+    world_size: int,
 ) -> dict[str, Any]:
     """The JSON with everything that the run config owns filled in, the same for both modes.
 
@@ -174,6 +180,19 @@ def bind_deepspeed(
             )
     fp16_section = {**content.get("fp16", {}), "enabled": fp16}
     return {**content, **owned, "fp16": fp16_section}
+
+
+def observed_deepspeed(engine: Any) -> dict[str, Any]:
+    """What a built DeepSpeedEngine says of itself, in the words of record.json."""
+    offload = engine.zero_offload_optimizer()
+    device = "none" if offload is None else str(getattr(offload.device, "value", offload.device))
+    return {
+        "engine": f"zero{engine.zero_optimization_stage()}" + ("_offload" if device != "none" else ""),
+        "precision": "fp16" if engine.fp16_enabled() else "bf16" if engine.bfloat16_enabled() else "fp32",
+        "per_device_batch_size": engine.train_micro_batch_size_per_gpu(),
+        "gradient_accumulation_steps": engine.gradient_accumulation_steps(),
+        "max_grad_norm": engine.gradient_clipping() or None,
+    }
 
 
 def _deepspeed_engine(content: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""record.json: what one run was asked for, what it observed, and how it ended. The only word a worker says to the driver."""
+"""record.json: what a run was asked for, what it observed, how it ended. All that a worker says to the driver."""
 
 from __future__ import annotations
 

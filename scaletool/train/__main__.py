@@ -12,7 +12,9 @@ from scaletool.errors import ScaletoolError
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="scaletool.train", description="Train T5 on the engine of the launcher.", allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="scaletool.train", description="Train T5 on the engine of the launcher.", allow_abbrev=False
+    )
     parser.add_argument("config", nargs="?", metavar="RUN.yaml", help="run config; without it the embedded default")
     parser.add_argument("--mode", choices=["custom", "trainer"], help="custom loop or transformers' Trainer")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a config key")

@@ -8,7 +8,7 @@ Such runs prove wiring and parity. They say nothing about GPU speed or fp16.
 
 from __future__ import annotations
 
-import sys
+import importlib
 from typing import Any
 
 import torch
@@ -42,6 +42,5 @@ def skip_shared_memory_build() -> None:
     file that hangs every later run when that build is killed. gloo does the work instead."""
     if torch.cuda.is_available():
         return
-    import deepspeed.comm.torch
-
-    sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
+    # By module name: `deepspeed.comm.torch` as an attribute is torch itself, which that module imports.
+    importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]

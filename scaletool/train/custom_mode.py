@@ -19,7 +19,9 @@ def train(run: Run) -> None:
     # Engines average gradients over ranks, accelerate divides by the accumulation; the loss shares already add up.
     scale = run.plan.world_size * run.plan.gradient_accumulation_steps
 
-    run.start(accelerator, model, accumulation=accelerator.gradient_accumulation_steps, max_grad_norm=config.max_grad_norm)
+    run.start(
+        accelerator, model, accumulation=accelerator.gradient_accumulation_steps, max_grad_norm=config.max_grad_norm
+    )
     model.train()
     for batch in run.meter.watch(run.loader):
         batch = send_to_device(batch, accelerator.device, non_blocking=True)

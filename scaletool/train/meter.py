@@ -38,6 +38,7 @@ class Meter:
         self.flushed = 0
         self.window_start: float | None = None
         self.window_seconds = 0.0
+        self._loss: torch.Tensor | None = None
         self._samples = samples_path.open("w", encoding="utf-8") if samples_path else None
         self._start_step()
 
@@ -127,7 +128,7 @@ class Meter:
     def _start_step(self, now: float | None = None) -> None:
         self._started = time.perf_counter() if now is None else now
         self._data_wait = 0.0
-        self._loss: torch.Tensor | None = None
+        self._loss = None
         self._counts = dict.fromkeys(COUNTS, 0)
 
     def _count(self, info: BatchInfo) -> None:

@@ -37,6 +37,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> torch.nn.Module:
     """The model in float32 on the CPU, the same on every rank. Raises ConfigError for a name that cannot be had."""
     set_seed(config.train.seed)
     name = config.model.name
+    model: Any
     if config.model.init == "pretrained":
         model = _pretrained(HUB_IDS.get(name, name))
     elif name in SIZES:

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.fsdp import FSDPModule
 
 from scaletool.config import RunConfig
 from scaletool.errors import RunError
+from scaletool.profiles import observed_deepspeed
 from scaletool.train.meter import all_gather
 from scaletool.train.world import World
 
@@ -39,29 +41,32 @@ def requested(config: RunConfig, world: World, *, has_gpu: bool) -> dict[str, An
 
 
 def observed(
-    accelerator: Any, model: torch.nn.Module, *, mode: str, per_device_batch_size: int, accumulation: int, max_grad_norm: float | None
+    accelerator: Any,
+    model: Any,
+    *,
+    mode: str,
+    per_device_batch_size: int,
+    accumulation: int,
+    max_grad_norm: float | None,
 ) -> dict[str, Any]:
     """The same keys, from the engine itself where it has its own opinion.
 
     `accumulation` and `max_grad_norm` are what the loop applies; DeepSpeed's engine overrules both.
     """
-    precision = {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision)
-    if accelerator.distributed_type == "DEEPSPEED":
-        accumulation, max_grad_norm = model.gradient_accumulation_steps(), model.gradient_clipping() or None
-        per_device_batch_size = model.train_micro_batch_size_per_gpu()
-        precision = "fp16" if model.fp16_enabled() else "bf16" if model.bfloat16_enabled() else "fp32"
     connected = connected_processes(accelerator.device)
-    return {
+    seen = {
         "world_size": connected,
         "engine": engine_of(model),
         "distributed_type": accelerator.distributed_type.value,
-        "precision": precision,
+        "precision": {"no": "fp32"}.get(accelerator.mixed_precision, accelerator.mixed_precision),
         "per_device_batch_size": per_device_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "global_batch_size": connected * per_device_batch_size * accumulation,
         "max_grad_norm": max_grad_norm,
         "mode": mode,
     }
+    if accelerator.distributed_type == "DEEPSPEED":
+        seen |= observed_deepspeed(model)
+    return seen | {"global_batch_size": connected * seen["per_device_batch_size"] * seen["gradient_accumulation_steps"]}
 
 
 def connected_processes(device: torch.device) -> int:
@@ -72,20 +77,19 @@ def connected_processes(device: torch.device) -> int:
     return int(ones.item())
 
 
-def engine_of(model: torch.nn.Module) -> str:
+def engine_of(model: Any) -> str:
     """The engine by the class and state of the wrapped model (one of profiles.ENGINES)."""
     if hasattr(model, "zero_optimization_stage"):
-        offload = model.zero_offload_optimizer()
-        offloaded = offload is not None and str(getattr(offload.device, "value", offload.device)) != "none"
-        return f"zero{model.zero_optimization_stage()}" + ("_offload" if offloaded else "")
+        return str(observed_deepspeed(model)["engine"])
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         return "ddp"
-    groups = [state._fsdp_param_group for state in _fsdp_states(model) if state._fsdp_param_group]
+    # The root is never resharded after forward, since backward begins with it; the blocks below show the setting.
+    blocks = [module for module in list(model.modules())[1:] if isinstance(module, FSDPModule)]
+    groups = [group for block in blocks if (group := block._get_fsdp_state()._fsdp_param_group)]
     if not groups:
         return "single"
     if groups[0].mesh_info.mesh.ndim == 2:
         return "hsdp"
-    # The root group is never resharded after forward (backward begins with it); the blocks show the setting.
     return "fsdp" if any(group.post_forward_mesh_info is not None for group in groups) else "fsdp_grad_op"
 
 
@@ -134,9 +138,3 @@ def _distributed_type(engine: str, has_gpu: bool) -> str:
     if engine.startswith(("fsdp", "hsdp")):
         return "FSDP"
     return "NO" if engine == "single" else "MULTI_GPU" if has_gpu else "MULTI_CPU"
-
-
-def _fsdp_states(model: torch.nn.Module) -> list[Any]:
-    from torch.distributed.fsdp import FSDPModule
-
-    return [module._get_fsdp_state() for module in model.modules() if isinstance(module, FSDPModule)]

@@ -17,7 +17,7 @@ import torch.distributed as dist
 import transformers
 
 from scaletool.config import RunConfig
-from scaletool.errors import ConfigError, EnvironmentFault, RunError, ScaletoolError
+from scaletool.errors import RunError, ScaletoolError
 from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, write_json
 from scaletool.train import cpu_engines, observe
 from scaletool.train.data.batches import ShardSampler, make_loader
@@ -26,11 +26,10 @@ from scaletool.train.data.tokenise import TokenisedData, load_data, load_tokeniz
 from scaletool.train.export import save_model
 from scaletool.train.meter import Meter
 from scaletool.train.model import build_model
+from scaletool.train.precision import loss_scale, refuse_unfit_gpu, start_loss_scale
 from scaletool.train.steps import Plan, make_plan
 from scaletool.train.validate import Validation
 from scaletool.train.world import World, bind_engine, cache_folder, read_world
-
-BF16_CAPABILITY = 8  # first compute capability with bf16 tensor cores; a V100 (7.0) emulates them, slowly and silently
 
 
 @dataclass
@@ -41,7 +40,7 @@ class Run:
     world: World
     plan: Plan
     tokenizer: Any
-    model: torch.nn.Module
+    model: Any
     loader: Any
     meter: Meter
     validation: Validation | None
@@ -51,12 +50,15 @@ class Run:
     accelerator: Any = None
     wrapped: Any = None
 
-    def start(self, accelerator: Any, wrapped: torch.nn.Module, *, accumulation: int, max_grad_norm: float | None) -> None:
+    def start(
+        self, accelerator: Any, wrapped: torch.nn.Module, *, accumulation: int, max_grad_norm: float | None
+    ) -> None:
         """The engine is built: observe it, refuse another run than the one asked for, print the plan.
 
         Raises RunError(outcome="invalid") on every rank when anything differs.
         """
         self.accelerator, self.wrapped = accelerator, wrapped
+        start_loss_scale(accelerator)
         asked = observe.requested(self.config, self.world, has_gpu=torch.cuda.is_available())
         seen = observe.observed(
             accelerator,
@@ -71,12 +73,12 @@ class Run:
         if self.world.is_main:
             say(self.describe(seen))
 
-    def end_step(self, grad_norm: Any, learning_rate: float) -> None:
+    def end_step(self, grad_norm: Any, learning_rate: Any) -> None:
         """End of an optimizer step, in both modes."""
         self.meter.step(
             grad_norm=grad_norm,
-            learning_rate=learning_rate,
-            loss_scale=_loss_scale(self.accelerator, self.wrapped),
+            learning_rate=float(learning_rate),
+            loss_scale=loss_scale(self.accelerator, self.wrapped),
             skipped=bool(self.accelerator.optimizer_step_was_skipped),
         )
         every = self.config.train.eval_every
@@ -99,9 +101,18 @@ class Run:
         steps, ranks, window = self.meter.finish()
         if len(steps) != self.plan.optimizer_steps:
             raise RunError(f"planned {self.plan.optimizer_steps} optimizer steps, made {len(steps)}", outcome="invalid")
-        if self.validation and not (self.record.get("validation") and self.record["validation"][-1]["step"] == len(steps)):
+        if self.validation and not (
+            self.record.get("validation") and self.record["validation"][-1]["step"] == len(steps)
+        ):
             self.validate()
-        self.record |= {"steps": steps, "ranks": ranks, "window": window, "outcome": "ok", "reason": "", "exit_status": 0}
+        self.record |= {
+            "steps": steps,
+            "ranks": ranks,
+            "window": window,
+            "outcome": "ok",
+            "reason": "",
+            "exit_status": 0,
+        }
         self.record["memory"] = {"peak_bytes": max(rank["peak_memory_bytes"] for rank in ranks)}
         if not self.config.launch.measured:
             save_model(self.accelerator, self.wrapped, self.tokenizer, self.out / "model")
@@ -118,7 +129,8 @@ class Run:
             f"micro-batch {plan.per_device_batch_size} x accumulation {plan.gradient_accumulation_steps}"
             f" x world {plan.world_size} = global batch {plan.global_batch_size}",
             f"{plan.rows} rows = {plan.batches_per_rank} batches per rank"
-            f" = {plan.steps_per_epoch} optimizer steps per epoch; {plan.optimizer_steps} steps = {plan.epochs:g} epochs",
+            f" = {plan.steps_per_epoch} optimizer steps per epoch;"
+            f" {plan.optimizer_steps} steps = {plan.epochs:g} epochs",
         ]
         if self.data.skipped_rows:
             lines.append(f"skipped {self.data.skipped_rows} bad rows, the first: {self.data.first_skipped}")
@@ -142,7 +154,9 @@ def build(config: RunConfig, world: World, out: Path) -> Run:
     validation = None
     if held_out is not None:
         source_order = GlobalOrder(len(held_out), plan.world_size * plan.per_device_batch_size, shuffle=False)
-        eval_sampler = ShardSampler(source_order, held_out.target_lengths, steps=range(source_order.steps_per_epoch), **share)
+        eval_sampler = ShardSampler(
+            source_order, held_out.target_lengths, steps=range(source_order.steps_per_epoch), **share
+        )
         validation = Validation(make_loader(held_out, eval_sampler, tokenizer.pad_token_id))
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     meter = Meter(
@@ -194,26 +208,6 @@ def execute(config: RunConfig) -> int:
         return _fail(error, world, out, run)
 
 
-def refuse_unfit_gpu(config: RunConfig) -> None:
-    """Raises before anything is loaded where the GPU cannot do what is asked, or torch has no kernels for it."""
-    if not torch.cuda.is_available():
-        return
-    major, minor = torch.cuda.get_device_capability()
-    if config.train.precision == "bf16" and major < BF16_CAPABILITY:
-        raise ConfigError(
-            f"bf16 on a GPU of compute capability {major}.{minor} is emulated: slower than float32, without a warning",
-            where="train.precision",
-            hint="set train.precision: fp16",
-        )
-    kernels = [name for name in torch.cuda.get_arch_list() if name.startswith(f"sm_{major}")]
-    if not any(int(name.removeprefix("sm_").rstrip("af")) <= 10 * major + minor for name in kernels):
-        raise EnvironmentFault(
-            f"torch {torch.__version__} has no kernels for compute capability {major}.{minor}"
-            f" (it has {', '.join(torch.cuda.get_arch_list())})",
-            hint="install a cu126 wheel of torch >=2.6,<2.15: the last line that still serves the V100",
-        )
-
-
 def default_output_dir() -> str:
     """runs/<UTC time>-train; the launcher's start time, so that all its processes name the same folder."""
     launcher = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
@@ -253,15 +247,6 @@ def _classify(error: Exception) -> str:
     return "crashed"
 
 
-def _loss_scale(accelerator: Any, wrapped: Any) -> float | None:
-    """The scale of the step just made; None without fp16."""
-    if accelerator.scaler is not None:
-        return float(accelerator.scaler.get_scale())
-    if hasattr(wrapped, "fp16_enabled") and wrapped.fp16_enabled():
-        return float(wrapped.optimizer.loss_scale)
-    return None
-
-
 def _log_line(row: dict[str, Any], total_steps: int) -> str:
     norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "n/a"
     scale = f"  scale {row['loss_scale']:g}" if row["loss_scale"] is not None else ""
@@ -284,5 +269,3 @@ def _quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     logging.getLogger("torch.distributed").setLevel(logging.WARNING)
-
-

@@ -16,15 +16,15 @@ from scaletool.train.run import Run
 class T5Trainer(Trainer):
     """Trainer with everything that scaletool defines once put in the place of its own."""
 
-    # Our shares are already scaled for accumulation: Trainer 5.x must not divide them again.
-    loss_is_scaled_for_ga = True
-
     def __init__(self, run: Run) -> None:
         self.run = run
         # T5.forward takes **kwargs, so Trainer would hand it num_items_in_batch, which T5 ignores, and then multiply
         # loss and gradient by processes x accumulation. This switches that off, and a gather per step with it.
         run.model.accepts_loss_kwargs = False
-        super().__init__(model=run.model, args=training_arguments(run.config, run.plan.optimizer_steps), callbacks=[StepEnd(run, self)])
+        arguments = training_arguments(run.config, run.plan.optimizer_steps)
+        super().__init__(model=run.model, args=arguments, callbacks=[StepEnd(run, self)])
+        # Our shares are already scaled for accumulation: Trainer must not divide them again.
+        self.loss_is_scaled_for_ga = True
         clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._keep_norm(clip(*args, **kwargs))
         self.grad_norm: Any = None
@@ -67,14 +67,15 @@ class StepEnd(TrainerCallback):
     """Reports to the run what the custom loop reports at the same places."""
 
     def __init__(self, run: Run, trainer: T5Trainer) -> None:
-        self.run, self.trainer, self.learning_rate = run, trainer, 0.0
+        self.run, self.trainer = run, trainer
+        self.learning_rate: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         accelerator = self.trainer.accelerator
         self.run.start(
             accelerator,
             self.trainer.model_wrapped,
-            # Trainer accumulates by itself with an accelerator of 1; an environment variable can make that another number.
+            # Trainer accumulates by itself, with an accelerator of 1 that an environment variable can overrule.
             accumulation=args.gradient_accumulation_steps * _own_accumulation(accelerator),
             max_grad_norm=args.max_grad_norm or None,
         )
@@ -91,7 +92,7 @@ def _own_accumulation(accelerator: Any) -> int:
 
 
 def training_arguments(config: RunConfig, total_steps: int) -> TrainingArguments:
-    """The run config in Trainer's words, with the defaults that would make it another run than the loop switched off."""
+    """The run config in Trainer's words; the defaults that would make it another run than the loop are off."""
     train = config.train
     fp16 = train.precision == "fp16" and torch.cuda.is_available()
     return TrainingArguments(

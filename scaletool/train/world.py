@@ -51,7 +51,10 @@ def _contradictions(config: RunConfig) -> list[str]:
         (PRECISION, config.train.precision),
         (ACCUMULATION, str(config.train.gradient_accumulation_steps)),
     ):
-        for origin, value in (("environment", os.environ.get(name)), ("the driver's environment", config.launch.environment.get(name))):
+        for origin, value in (
+            ("environment", os.environ.get(name)),
+            ("the driver's environment", config.launch.environment.get(name)),
+        ):
             if value is None or PRECISION_NAMES.get(value, value) == asked:
                 continue
             if name == PRECISION and value == "no" and "ACCELERATE_USE_DEEPSPEED" in os.environ:

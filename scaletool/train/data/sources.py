@@ -61,7 +61,9 @@ def find_files(patterns: Sequence[str], key: str) -> list[Path]:
                 )
             if _format(path) not in FORMATS:
                 raise ConfigError(
-                    f"data file {path} has no known ending", where=key, hint="known: " + " ".join(FORMATS) + ", also .gz"
+                    f"data file {path} has no known ending",
+                    where=key,
+                    hint="known: " + " ".join(FORMATS) + ", also .gz",
                 )
         files += matches
     return files
@@ -141,7 +143,9 @@ def _fill(template: str, columns: dict[str, Any], place: str) -> str:
             have = ", ".join(str(column) for column in columns) or "none"
             raise BadRow(f"{place}: no value for column {name} (columns: {have})")
         if not isinstance(columns[name], str):
-            raise BadRow(f"{place}: column {name} is {type(columns[name]).__name__} {columns[name]!r:.40}, expected text")
+            raise BadRow(
+                f"{place}: column {name} is {type(columns[name]).__name__} {columns[name]!r:.40}, expected text"
+            )
     return template.format_map(columns)
 
 

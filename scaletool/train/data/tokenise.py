@@ -46,7 +46,11 @@ class TokenisedData:
     def take(self, indices: np.ndarray) -> TokenisedData:
         """The pairs at `indices`, skip counts kept."""
         return TokenisedData(
-            self.rows.select(indices), self.source_lengths[indices], self.target_lengths[indices], self.skipped_rows, self.first_skipped
+            self.rows.select(indices),
+            self.source_lengths[indices],
+            self.target_lengths[indices],
+            self.skipped_rows,
+            self.first_skipped,
         )
 
 
@@ -95,7 +99,9 @@ def bytes_to_unicode() -> dict[int, str]:
 
 
 def _trained_tokenizer(config: RunConfig, settings: TokenizerConfig, cache: Path) -> PreTrainedTokenizerFast:
-    key = _digest({"train": _content(config.data.train), "texts": _templates(config.data), "vocab_size": settings.vocab_size})
+    key = _digest(
+        {"train": _content(config.data.train), "texts": _templates(config.data), "vocab_size": settings.vocab_size}
+    )
     path = cache / f"tokenizer-{key}.json"
     with FileLock(f"{path}.lock"):
         if not path.is_file():
@@ -165,7 +171,9 @@ def _tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path) ->
     datasets.disable_progress_bars()
     text_rows = _from_generator(texts, folder / "texts")
     if len(text_rows) == 0:
-        skipped = f"; {source.bad_rows.count} skipped, the first: {source.bad_rows.first}" if source.bad_rows.count else ""
+        skipped = (
+            f"; {source.bad_rows.count} skipped, the first: {source.bad_rows.first}" if source.bad_rows.count else ""
+        )
         raise ConfigError(f"no usable rows in {', '.join(source.patterns)}{skipped}", where=source.key)
     processes = min(len(os.sched_getaffinity(0)), len(text_rows) // ROWS_PER_PROCESS)
     rows = text_rows.map(
@@ -187,7 +195,11 @@ def _tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path) ->
 
 def _from_generator(texts: Any, folder: Path) -> datasets.Dataset:
     features = datasets.Features(
-        {"row": datasets.Value("int64"), "source": datasets.Value("large_string"), "target": datasets.Value("large_string")}
+        {
+            "row": datasets.Value("int64"),
+            "source": datasets.Value("large_string"),
+            "target": datasets.Value("large_string"),
+        }
     )
     path = folder / "texts.arrow"
     folder.mkdir(parents=True)
