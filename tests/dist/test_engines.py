@@ -1,0 +1,47 @@
+"""Every profile in both modes on 2 real processes: the engine is the profile's, and the numbers are DDP's."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from launching import Finished, accelerate_launch
+
+# Same fp32 sums in another order: engines differ by rounding only, some 1e-6 after six steps.
+LOSS_TOLERANCE = 2e-5
+PROFILES = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "fsdp", "fsdp_grad_op"]
+
+
+def launch(profile: str, mode: str, rows_file: Path, out: Path, processes: int = 2, flags: tuple[str, ...] = ()) -> Finished:
+    settings = ["train.max_steps=6", "train.gradient_accumulation_steps=2", f"data.train={rows_file}", "data.per_device_batch_size=4"]
+    if processes == 4:
+        settings[-1] = "data.per_device_batch_size=2"
+    arguments = [part for setting in settings for part in ("--set", setting)]
+    return accelerate_launch(profile, processes, "--mode", mode, *arguments, flags=flags, out=out)
+
+
+@pytest.fixture(scope="module")
+def reference(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> Finished:
+    return launch("ddp", "custom", rows_file, tmp_path_factory.mktemp("reference"))
+
+
+@pytest.mark.parametrize("mode", ["custom", "trainer"])
+@pytest.mark.parametrize("profile", PROFILES)
+def test_engine_is_the_profiles_and_agrees_with_ddp(
+    profile: str, mode: str, rows_file: Path, tmp_path: Path, reference: Finished
+) -> None:
+    done = launch(profile, mode, rows_file, tmp_path)
+    assert done.record["observed"]["engine"] == profile
+    assert done.record["observed"] == done.record["requested"]
+    assert done.losses == pytest.approx(reference.losses, abs=LOSS_TOLERANCE)
+    assert done.grad_norms == pytest.approx(reference.grad_norms, rel=1e-4)
+    assert (tmp_path / "model" / "model.safetensors").is_file()
+
+
+@pytest.mark.parametrize("mode", ["custom", "trainer"])
+def test_hsdp_on_two_by_two(mode: str, rows_file: Path, tmp_path: Path, reference: Finished) -> None:
+    flags = ("--parallelism_config_dp_replicate_size", "2", "--parallelism_config_dp_shard_size", "2")
+    done = launch("hsdp", mode, rows_file, tmp_path, processes=4, flags=flags)
+    assert done.record["observed"]["engine"] == "hsdp"
+    assert done.losses == pytest.approx(reference.losses, abs=LOSS_TOLERANCE)
