@@ -1,0 +1,244 @@
+"""The command line. Imports nothing heavy: every command loads what it needs when it runs."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
+
+import typer
+
+from scaletool.errors import ConfigError, ScaletoolError
+
+if TYPE_CHECKING:
+    from scaletool.config import LoadedConfig
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+configs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The shipped profiles.")
+app.add_typer(configs_app, name="configs")
+
+RunFile = Annotated[
+    Path | None, typer.Argument(metavar="[RUN.yaml]", help="run config; without it the embedded default")
+]
+Settings = Annotated[list[str] | None, typer.Option("--set", metavar="section.key=value", help="override a config key")]
+ExecutorName = Annotated[str, typer.Option("--executor", help="where launches run: local")]
+Out = Annotated[Path | None, typer.Option("--out", help="folder of the results [runs/<UTC time>-sweep]")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print the launch lines and stop")]
+
+
+def main() -> NoReturn:
+    """Run the command line; expected errors are printed and become DESIGN's exit statuses."""
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        status = app(standalone_mode=False)
+    except ScaletoolError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(error.exit_status)
+    except typer.Exit as done:
+        sys.exit(done.exit_code)
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except Exception as error:
+        if hasattr(error, "format_message"):  # a usage error of the command line library
+            print(f"error: {error.format_message()}\n  hint: scaletool --help", file=sys.stderr)
+            sys.exit(2)
+        raise
+    sys.exit(status if isinstance(status, int) else 0)
+
+
+@app.callback(invoke_without_command=True)
+def root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+    """Train T5 on V100 nodes and measure how its speed grows with the GPU count."""
+    if version:
+        from scaletool import __version__
+
+        print(__version__)
+        raise typer.Exit
+
+
+@app.command()
+def sweep(
+    run_file: RunFile = None,
+    gpus: Annotated[str, typer.Option(help="process counts, such as 1,2,4,8")] = "1,2",
+    profiles: Annotated[str, typer.Option(help="profiles to compare")] = "ddp",
+    modes: Annotated[str, typer.Option(help="custom, trainer or both")] = "custom,trainer",
+    scaling: Annotated[str, typer.Option(help="weak, strong or both")] = "weak",
+    rounds: Annotated[int | None, typer.Option(help="passes over all cells")] = None,
+    steps: Annotated[int | None, typer.Option(help="measured steps per cell and round")] = None,
+    executor: ExecutorName = "local",
+    out: Out = None,
+    resume: Annotated[bool, typer.Option("--resume", help="finish the sweep in --out")] = False,
+    dry_run: DryRun = False,
+    set_: Settings = None,
+) -> None:
+    """Measure every cell through the real launcher, in interleaved rounds."""
+    from scaletool.sweep import matrix
+    from scaletool.sweep.command import probe_machine
+    from scaletool.sweep.run import Sweep, dry_run_lines, open_folder, refuse_oversubscribed_gpus
+
+    flags = [f"measure.{name}={value}" for name, value in (("rounds", rounds), ("steps", steps)) if value is not None]
+    loaded = _load(run_file, [*(set_ or []), *flags])
+    _refuse_executor(executor)
+    cells = matrix.make_cells(
+        matrix.parse_counts(gpus),
+        [name.strip() for name in profiles.split(",") if name.strip()],
+        matrix.parse_names(modes, "--modes", matrix.MODES),
+        matrix.parse_names(scaling, "--scaling", matrix.SCALINGS),
+        loaded.run,
+    )
+    if not cells:
+        raise ConfigError("--profiles is empty", hint="scaletool configs list names them")
+    plan = Sweep(tuple(cells), loaded.run, out or _default_out("sweep"), probe_machine())
+    refuse_oversubscribed_gpus(plan.cells, plan.machine)
+    if dry_run:
+        print("\n".join(map(str, dry_run_lines(plan))))
+        return
+    open_folder(plan, resume=resume)
+    raise typer.Exit(_measure(plan))
+
+
+@app.command()
+def train(
+    run_file: RunFile = None,
+    profile: Annotated[str, typer.Option(help="profile to launch")] = "ddp",
+    gpus: Annotated[str, typer.Option(help="number of processes")] = "1",
+    mode: Annotated[str | None, typer.Option(help="custom or trainer")] = None,
+    executor: ExecutorName = "local",
+    dry_run: DryRun = False,
+    set_: Settings = None,
+) -> None:
+    """Launch one training run."""
+    from scaletool.sweep import matrix
+    from scaletool.sweep.command import launch_line, probe_machine
+    from scaletool.sweep.executors import LocalExecutor
+    from scaletool.sweep.run import launch, refuse_oversubscribed_gpus
+
+    loaded = _load(run_file, [*(set_ or []), *([f"train.mode={mode}"] if mode else [])])
+    _refuse_executor(executor)
+    counts = matrix.parse_counts(gpus)
+    if len(counts) != 1:
+        raise ConfigError(f"--gpus {gpus}: one run has one count", hint="scaletool sweep compares several")
+    (cell,) = matrix.make_cells(counts, [profile], [loaded.run.train.mode], ["weak"], loaded.run)
+    machine = probe_machine()
+    refuse_oversubscribed_gpus((cell,), machine)
+    folder = Path(loaded.run.train.output_dir or _default_out("train"))
+    if dry_run:
+        print(launch_line(cell, loaded.run, folder.resolve() / "run.json", machine))
+        return
+    record = launch(cell, loaded.run, folder, machine, LocalExecutor(), measured=False)
+    print(_training_line(record, folder))
+    raise typer.Exit(0 if record["outcome"] == "ok" else record.get("exit_status") or 3)
+
+
+@app.command()
+def report(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="folder of a sweep")],
+    formats: Annotated[str, typer.Option(help="files to write")] = "html,md,csv,png",
+) -> None:
+    """Render a sweep again: the table on stdout, the files beside its results."""
+    from scaletool.sweep import matrix
+    from scaletool.sweep.report import FORMATS, print_table, write_reports
+
+    summary = write_reports(folder, matrix.parse_names(formats, "--formats", FORMATS))
+    print_table(summary, str(folder))
+
+
+@configs_app.command("list")
+def configs_list() -> None:
+    """Name the profiles and the engine each stands for."""
+    from scaletool.profiles import find_profile, profile_names
+
+    for name in profile_names():
+        profile = find_profile(name)
+        print(f"{name:20} {profile.engine:15} {profile.content['num_processes']} processes  {profile.path}")
+
+
+@configs_app.command("show")
+def configs_show(name: str) -> None:
+    """Print a profile's files."""
+    from scaletool.profiles import find_profile
+
+    profile = find_profile(name)
+    for path in filter(None, (profile.path, profile.deepspeed_path)):
+        print(f"# {path}\n{path.read_text(encoding='utf-8').rstrip()}\n")
+
+
+@configs_app.command("copy")
+def configs_copy(names: list[str], to: Annotated[Path, typer.Option("--to", help="folder to copy into")]) -> None:
+    """Copy profiles, and the DeepSpeed files they name, to adapt them. Files that differ are never overwritten."""
+    from scaletool.profiles import find_profile
+
+    files: dict[Path, Path] = {}
+    for profile in map(find_profile, names):
+        files[to / profile.path.name] = profile.path
+        if profile.deepspeed_path:
+            named = profile.content["deepspeed_config"]["deepspeed_config_file"]
+            files[to / named] = profile.deepspeed_path
+    for target, origin in files.items():
+        if target.exists() and target.read_bytes() != origin.read_bytes():
+            raise ConfigError(f"{target} exists and differs", where="--to", hint="remove it, or copy elsewhere")
+    for target, origin in files.items():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes(origin.read_bytes())
+        print(target)
+
+
+def _measure(plan: Any) -> int:
+    """Run a planned sweep with progress on stderr; returns the exit status."""
+    from scaletool.sweep.executors import LocalExecutor
+    from scaletool.sweep.progress import Progress
+    from scaletool.sweep.report import FORMATS, print_table, write_reports
+    from scaletool.sweep.run import run_sweep
+
+    statuses: list[int] = []
+
+    def after_cell(cell: Any, number: int, record: dict[str, Any]) -> None:
+        statuses.append(0 if record["outcome"] == "ok" else record.get("exit_status") or 3)
+        progress.done(cell, number, record)
+        write_reports(plan.out)
+
+    try:
+        with Progress(len(plan.cells) * plan.rounds) as progress:
+            run_sweep(plan, LocalExecutor(), before_cell=progress.begin, after_cell=after_cell)
+    except (KeyboardInterrupt, SystemExit):
+        write_reports(plan.out)
+        print(f"interrupted; results so far are in {plan.out}, --resume finishes them", file=sys.stderr)
+        raise
+    print_table(write_reports(plan.out, FORMATS), str(plan.out))
+    failed = {status for status in statuses if status}
+    return 0 if not failed else failed.pop() if len(failed) == 1 else 3
+
+
+def _load(run_file: Path | None, overrides: Sequence[str]) -> LoadedConfig:
+    from scaletool.config import load_config
+    from scaletool.doctor.rules import refuse_errors
+
+    loaded = load_config(run_file, overrides)
+    refuse_errors(loaded)
+    return loaded
+
+
+def _refuse_executor(name: str) -> None:
+    if name != "local":
+        raise ConfigError(f"--executor {name} is not available", hint="use --executor local")
+
+
+def _default_out(what: str) -> Path:
+    from datetime import datetime, timezone
+
+    return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{what}"
+
+
+def _training_line(record: dict[str, Any], folder: Path) -> str:
+    if record["outcome"] != "ok":
+        return f"{record['outcome']}: {record['reason']}\nlog: {folder / 'stderr.log'}"
+    steps, window = record["steps"], record["window"]
+    seconds = window["seconds"]
+    stamp = f"\n{record['stamp']}" if record.get("stamp") else ""
+    return (
+        f"ok: {len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f},"
+        f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
+        f"\nrecord: {folder / 'record.json'}{stamp}"
+    )

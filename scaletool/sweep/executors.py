@@ -1,0 +1,152 @@
+"""Start one launch, see it to its end, leave nothing behind. `LocalExecutor` is real, `FakeExecutor` for tests."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Protocol
+
+import psutil
+
+from scaletool.sweep.command import MARKER
+
+GRACE_SECONDS = 10.0
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+@dataclass(frozen=True)
+class Ended:
+    """How a launch ended. returncode is the launcher's; seconds from start to the last process gone."""
+
+    returncode: int
+    seconds: float
+    timed_out: bool = False
+
+
+class Executor(Protocol):
+    def run(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        timeout_seconds: float,
+        echo: bool = False,
+    ) -> Ended: ...
+
+
+class LocalExecutor:
+    """A child process on this machine. torch's launcher puts its workers into sessions of their own, so a process
+    group does not hold them: whatever still carries the launch's marker afterwards is ended by pid."""
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        timeout_seconds: float,
+        echo: bool = False,
+    ) -> Ended:
+        """Blocks until the launch is over. With `echo` the output also goes to stderr. Anything raised meanwhile
+        (KeyboardInterrupt above all) ends the launch first."""
+        started = time.monotonic()
+        timed_out = False
+        with log.open("wb") as stream:
+            process = subprocess.Popen(
+                arguments,
+                env=dict(environment),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE if echo else stream,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=_die_with_parent,
+            )
+            copier = _copy(process.stdout, stream) if echo and process.stdout else None
+            try:
+                process.wait(timeout_seconds)
+            except subprocess.TimeoutExpired:
+                timed_out = True
+            finally:
+                _end(process, environment.get(MARKER, ""))
+                if copier:
+                    copier.join(GRACE_SECONDS)
+        return Ended(process.returncode, time.monotonic() - started, timed_out)
+
+
+class FakeExecutor:
+    """For unit tests: calls `script(arguments)`, which writes what a worker would, instead of starting anything."""
+
+    def __init__(self, script: Callable[[Sequence[str]], Ended]) -> None:
+        self.script = script
+        self.launched: list[list[str]] = []
+
+    def run(
+        self,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        log: Path,
+        timeout_seconds: float,
+        echo: bool = False,
+    ) -> Ended:
+        self.launched.append(list(arguments))
+        log.touch()
+        return self.script(arguments)
+
+
+def _die_with_parent() -> None:
+    """In the child: SIGTERM when the driver dies, even by SIGKILL (Linux)."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+def _copy(source: IO[bytes], log: IO[bytes]) -> threading.Thread:
+    def copy() -> None:
+        for line in source:
+            log.write(line)
+            log.flush()
+            sys.stderr.buffer.write(line)
+            sys.stderr.flush()
+
+    thread = threading.Thread(target=copy, daemon=True)
+    thread.start()
+    return thread
+
+
+def _end(process: subprocess.Popen[bytes], launch_id: str) -> None:
+    """End the launcher and everything of its launch: SIGTERM, then SIGKILL after a grace time."""
+    left = marked_processes(launch_id)
+    for victim in left:
+        _signal(victim, signal.SIGTERM)
+    psutil.wait_procs(left, timeout=GRACE_SECONDS)
+    for victim in marked_processes(launch_id):
+        _signal(victim, signal.SIGKILL)
+    process.wait()
+
+
+def marked_processes(launch_id: str) -> list[psutil.Process]:
+    """Living processes of this user that inherited the launch's marker."""
+    if not launch_id:
+        return []
+    found = []
+    for process in psutil.process_iter():
+        try:
+            alive = process.pid != os.getpid() and process.status() != psutil.STATUS_ZOMBIE
+            if alive and process.environ().get(MARKER) == launch_id:
+                found.append(process)
+        except psutil.Error:
+            continue  # gone meanwhile, or another user's
+    return found
+
+
+def _signal(process: psutil.Process, number: int) -> None:
+    try:
+        process.send_signal(number)
+    except psutil.Error:
+        pass  # gone meanwhile

@@ -1,0 +1,198 @@
+"""The schedule: launch every cell in every round, keep each result as it comes, go on after failures, resume."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any
+
+from scaletool import __version__
+from scaletool.config import RunConfig
+from scaletool.errors import ConfigError
+from scaletool.record import CPU_STAMP, RECORD_FILE, SCHEMA, failed_record, read_json, write_json
+from scaletool.sweep.command import Launch, Machine, cell_config, full_environment, launch_line
+from scaletool.sweep.executors import Ended, Executor
+from scaletool.sweep.matrix import Cell, round_order
+
+SWEEP_FILE = "sweep.json"
+LOG_FILE = "stderr.log"
+LOG_TAIL_LINES = 50
+
+
+@dataclass(frozen=True)
+class Sweep:
+    """A planned sweep: what runs, how often, where its files go."""
+
+    cells: tuple[Cell, ...]
+    config: RunConfig
+    out: Path
+    machine: Machine
+
+    @property
+    def rounds(self) -> int:
+        return self.config.measure.rounds
+
+    def folder(self, cell: Cell, round_number: int) -> Path:
+        return self.out / "cells" / cell.name / f"r{round_number}"
+
+    def schedule(self) -> Iterator[tuple[int, Cell]]:
+        for number in range(1, self.rounds + 1):
+            yield from ((number, cell) for cell in round_order(self.cells, number))
+
+    def is_oversubscribed(self, cell: Cell) -> bool:
+        return cell.gpus > self.machine.slots
+
+    def plan(self) -> dict[str, Any]:
+        """Everything that makes results comparable; --resume refuses another plan."""
+        config = self.config.to_dict()
+        del config["launch"], config["train"]["output_dir"]
+        cells = {cell.name: {**cell_facts(cell), "oversubscribed": self.is_oversubscribed(cell)} for cell in self.cells}
+        return {"cells": cells, "config": config}
+
+
+def cell_facts(cell: Cell) -> dict[str, Any]:
+    return {
+        "profile": cell.profile.name,
+        "engine": cell.profile.engine,
+        "mode": cell.mode,
+        "gpus": cell.gpus,
+        "scaling": cell.scaling,
+        "per_device_batch_size": cell.per_device_batch_size,
+    }
+
+
+def refuse_oversubscribed_gpus(cells: tuple[Cell, ...], machine: Machine) -> None:
+    """Two processes on one GPU cannot even form an NCCL group."""
+    most = max(cell.gpus for cell in cells)
+    if machine.gpu_names and most > len(machine.gpu_names):
+        raise ConfigError(
+            f"{most} GPUs are asked for, this machine shows {len(machine.gpu_names)}",
+            where="--gpus",
+            hint="lower the count, or look at CUDA_VISIBLE_DEVICES",
+        )
+
+
+def open_folder(sweep: Sweep, *, resume: bool) -> None:
+    """Write sweep.json. Raises ConfigError for a used folder without --resume, or another plan with it."""
+    path = sweep.out / SWEEP_FILE
+    earlier = read_json(path)
+    if sweep.out.exists() and not sweep.out.is_dir():
+        raise ConfigError(f"{sweep.out} is a file", where="--out")
+    if not resume and sweep.out.is_dir() and any(sweep.out.iterdir()):
+        raise ConfigError(
+            f"{sweep.out} is not empty", where="--out", hint="give --resume to finish it, or another --out"
+        )
+    plan = json.loads(json.dumps(sweep.plan()))
+    if earlier is not None:
+        differing = sorted(_differences(earlier["plan"], plan))
+        grown = earlier["plan"]["config"]["measure"]["rounds"] <= sweep.rounds
+        differing = [key for key in differing if not (key == "config.measure.rounds" and grown)]
+        if differing:
+            raise ConfigError(
+                f"{sweep.out} holds another sweep; differing: {', '.join(differing)}",
+                where="--resume",
+                hint="repeat the first command line, or give another --out (more --rounds is fine)",
+            )
+    started = (earlier or {}).get("started") or datetime.now(timezone.utc).isoformat(timespec="seconds")
+    machine = {"gpus": list(sweep.machine.gpu_names), "cpu_count": sweep.machine.cpu_count}
+    content = {"schema": SCHEMA, "scaletool": __version__, "started": started, "machine": machine, "plan": plan}
+    order = [f"{cell.name}/r{number}" for number, cell in sweep.schedule()]
+    write_json(path, {**content, "order": order})
+
+
+def run_sweep(
+    sweep: Sweep,
+    executor: Executor,
+    *,
+    after_cell: Callable[[Cell, int, dict[str, Any]], None],
+    before_cell: Callable[[Cell, int], None],
+) -> None:
+    """Launch what has no `ok` record yet. A failed cell never stops the others."""
+    for number, cell in sweep.schedule():
+        folder = sweep.folder(cell, number)
+        earlier = read_json(folder / RECORD_FILE)
+        if earlier is None or earlier["outcome"] != "ok":
+            before_cell(cell, number)
+            record = launch(cell, sweep.config, folder, sweep.machine, executor, measured=True)
+        else:
+            record = earlier
+        after_cell(cell, number, record)
+
+
+def launch(
+    cell: Cell, config: RunConfig, folder: Path, machine: Machine, executor: Executor, *, measured: bool
+) -> dict[str, Any]:
+    """One launch in a folder of its own; returns its record, made up from what is left when the worker left none."""
+    if measured:
+        shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in [folder / RECORD_FILE, *folder.glob("failure.rank*.json")]:
+        stale.unlink(missing_ok=True)
+    run_json = folder.resolve() / "run.json"
+    write_json(run_json, cell_config(cell, config, folder, measured=measured).to_dict())
+    line = launch_line(cell, config, run_json, machine, launch_id=uuid.uuid4().hex)
+    (folder / "launch.txt").write_text(f"{line}\n", encoding="utf-8")
+    ended = executor.run(
+        line.arguments,
+        full_environment(line),
+        folder / LOG_FILE,
+        config.measure.timeout_seconds if measured else 1e9,
+        not measured,
+    )
+    record: dict[str, Any] | None = read_json(folder / RECORD_FILE)
+    if record is None or record["outcome"] != "ok":
+        record = explain_failure(folder, ended, record, config.measure.timeout_seconds)
+        if not machine.gpu_names:
+            record["stamp"] = CPU_STAMP
+        write_json(folder / RECORD_FILE, record)
+    return record
+
+
+def explain_failure(
+    folder: Path, ended: Ended, record: dict[str, Any] | None, timeout_seconds: float
+) -> dict[str, Any]:
+    """The record of a failed launch: the worker's own word, else the first rank that left one, else the log's."""
+    tail = _tail(folder / LOG_FILE)
+    if record is not None:
+        return {**record, "log_tail": tail, "returncode": ended.returncode}
+    fields: dict[str, Any] = {"returncode": ended.returncode, "log_tail": tail, "exit_status": 3}
+    if ended.timed_out:
+        return failed_record("timeout", f"no end after {timeout_seconds:g} s; all its processes were stopped", **fields)
+    failures = [failure for path in sorted(folder.glob("failure.rank*.json")) if (failure := read_json(path))]
+    if failures:
+        first = failures[0]
+        fields["exit_status"] = first.get("exit_status", 3)
+        return failed_record(first["outcome"], f"rank {first['rank']}: {first['reason']}", **fields)
+    outcome = "oom" if any("out of memory" in text.lower() for text in tail) else "crashed"
+    signal_text = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit status {ended.returncode}"
+    last = next((text for text in reversed(tail) if text.strip()), "no output")
+    return failed_record(outcome, f"launcher {signal_text}, no record left; last line: {last[:200]}", **fields)
+
+
+def dry_run_lines(sweep: Sweep) -> list[Launch]:
+    """The launch line of every cell, once (rounds repeat them with another port)."""
+    return [
+        launch_line(cell, sweep.config, sweep.folder(cell, 1).resolve() / "run.json", sweep.machine)
+        for cell in sweep.cells
+    ]
+
+
+def _tail(path: Path) -> list[str]:
+    if not path.is_file():
+        return []
+    with path.open("rb") as stream:
+        stream.seek(max(0, path.stat().st_size - 64_000))
+        return stream.read().decode("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:]
+
+
+def _differences(one: Any, other: Any, prefix: str = "") -> Iterator[str]:
+    if isinstance(one, dict) and isinstance(other, dict):
+        for key in one.keys() | other.keys():
+            yield from _differences(one.get(key), other.get(key), f"{prefix}.{key}" if prefix else key)
+    elif one != other:
+        yield prefix
