@@ -288,8 +288,7 @@ def _suggestion(key: str, keys: Mapping[str, Any]) -> str:
 
 def _coerce(value: Any, annotation: Any, key: str, where: str) -> Any:
     """`value` as the annotated type, or ConfigError. An int is accepted as a float, one text as a list of one."""
-    choices = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
-    for choice in choices:
+    for choice in _choices(annotation):
         if typing.get_origin(choice) is Literal:
             if any(
                 value is option or (value == option and type(value) is type(option))
@@ -314,9 +313,15 @@ def _coerce(value: Any, annotation: Any, key: str, where: str) -> Any:
     raise ConfigError(f"{key} is {value!r}, expected {_describe(annotation)}", where=f"{where} ({key})")
 
 
+def _choices(annotation: Any) -> tuple[Any, ...]:
+    """Members of a union; `Literal[...] | None` is a typing.Union, `int | None` a types.UnionType."""
+    union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+    return typing.get_args(annotation) if union else (annotation,)
+
+
 def _describe(annotation: Any) -> str:
-    if isinstance(annotation, types.UnionType):
-        return " or ".join(_describe(choice) for choice in typing.get_args(annotation))
+    if len(_choices(annotation)) > 1:
+        return " or ".join(_describe(choice) for choice in _choices(annotation))
     if typing.get_origin(annotation) is Literal:
         return " or ".join(json.dumps(option) for option in typing.get_args(annotation))
     if typing.get_origin(annotation) is list:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -22,6 +23,8 @@ from scaletool.sweep.matrix import Cell, round_order
 SWEEP_FILE = "sweep.json"
 LOG_FILE = "stderr.log"
 LOG_TAIL_LINES = 50
+ERROR_LINE = re.compile(r"(error:|[\w.]*(Error|Exception)\b)(?!.*ChildFailedError)")
+"""A line that names what went wrong; the first one counts, torch's launcher adds its own below."""
 
 
 @dataclass(frozen=True)
@@ -170,8 +173,9 @@ def explain_failure(
         return failed_record(first["outcome"], f"rank {first['rank']}: {first['reason']}", **fields)
     outcome = "oom" if any("out of memory" in text.lower() for text in tail) else "crashed"
     signal_text = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit status {ended.returncode}"
-    last = next((text for text in reversed(tail) if text.strip()), "no output")
-    return failed_record(outcome, f"launcher {signal_text}, no record left; last line: {last[:200]}", **fields)
+    errors = [text for text in tail if ERROR_LINE.match(text)]
+    last = next(iter(errors), "no error line in its log")
+    return failed_record(outcome, f"launcher {signal_text}, no record left; {last[:200]}", **fields)
 
 
 def dry_run_lines(sweep: Sweep) -> list[Launch]:

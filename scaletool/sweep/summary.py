@@ -66,7 +66,8 @@ def _cell(name: str, plan: Mapping[str, Any], records: Records, good: Mapping[st
     }
     baseline = _baseline(name, plan, good)
     if baseline and not facts["oversubscribed"]:
-        speedup = _paired(good[name], good[baseline], "samples_per_second")
+        # Real tokens, not samples: batches of other counts hold other rows, and ragged rows are unlike work.
+        speedup = _paired(good[name], good[baseline], "real_tokens_per_second")
         if speedup:
             efficiency = speedup.scaled(plan[baseline]["gpus"] / facts["gpus"])
             parts = missing_speed(rounds, list(good[baseline].values()), efficiency.median)
