@@ -39,7 +39,11 @@ def main() -> None:
         for program in order:
             window = _measure(program, round_number, model, options)
             speeds[program].append(window["samples"] / window["seconds"])
-            print(f"round {round_number + 1}  {program:8} {speeds[program][-1]:8.2f} samples/s", file=sys.stderr, flush=True)
+            print(
+                f"round {round_number + 1}  {program:8} {speeds[program][-1]:8.2f} samples/s",
+                file=sys.stderr,
+                flush=True,
+            )
     results = {
         "ratios": {
             f"{above}/{below}": _ratio(speeds[above], speeds[below])
@@ -51,7 +55,9 @@ def main() -> None:
     }
     write_json(OUT / "results.json", results)
     for name, result in results["ratios"].items():
-        print(f"{name:16} {result['median']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]  {result['rounds']} rounds")
+        print(
+            f"{name:16} {result['median']:.3f}  [{result['low']:.3f}, {result['high']:.3f}]  {result['rounds']} rounds"
+        )
     print(f"written to {OUT / 'results.json'}")
 
 

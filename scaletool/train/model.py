@@ -55,7 +55,7 @@ def build_model(config: RunConfig, tokenizer: Any) -> torch.nn.Module:
 def _sized_config(name: str, tokenizer: Any) -> T5Config:
     vocabulary = -(-len(tokenizer) // 8) * 8  # tensor cores want multiples of 8
     first_version = not name.startswith("v1_1-")
-    return T5Config(
+    config = T5Config(
         **SIZES[name],
         vocab_size=vocabulary if name == "tiny" else max(vocabulary, T5_VOCABULARY),
         feed_forward_proj="relu" if first_version else "gated-gelu",
@@ -64,6 +64,8 @@ def _sized_config(name: str, tokenizer: Any) -> T5Config:
         eos_token_id=tokenizer.eos_token_id,
         decoder_start_token_id=tokenizer.pad_token_id,
     )
+    config.tie_word_embeddings = first_version  # transformers 5 makes it True, whatever the constructor is given
+    return config
 
 
 def _pretrained(name: str) -> torch.nn.Module:

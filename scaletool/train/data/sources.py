@@ -11,6 +11,7 @@ import json
 import string
 import sys
 import sysconfig
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,7 +158,7 @@ def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
     with _open(path) as stream:
         try:
             yield from _read_table(path, stream, kind) if kind in (".csv", ".tsv") else _read_json_lines(path, stream)
-        except (EOFError, gzip.BadGzipFile) as error:
+        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise ConfigError(f"{path}: damaged gzip: {error}", hint="the file is cut off or not gzip") from None
 
 

@@ -1,0 +1,233 @@
+"""Reading files: every format, and the place and text of every kind of damage."""
+
+from __future__ import annotations
+
+import gzip
+import itertools
+import json
+from pathlib import Path
+from typing import Any
+
+import pyarrow
+import pyarrow.parquet
+import pytest
+
+from scaletool.errors import ConfigError
+from scaletool.train.data.sources import Source, find_files, stdlib_pairs
+
+PAIRS = [("one", "eins"), ("zwei ü", "two"), ("三", "drei"), ("four, 4", 'vier "4"')]
+JSONL = "".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in PAIRS)
+
+
+def source_of(path: Path | str, on_bad_row: str = "error", **templates: str) -> Source:
+    return Source([str(path)], templates.get("source", "{source}"), templates.get("target", "{target}"), on_bad_row)
+
+
+def pairs(path: Path | str, **options: Any) -> list[tuple[str, str]]:
+    return [(example.source, example.target) for example in source_of(path, **options)]
+
+
+def refusal(path: Path | str, **options: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        pairs(path, **options)
+    return str(caught.value)
+
+
+def write(path: Path, content: str | bytes) -> Path:
+    path.write_bytes(content.encode() if isinstance(content, str) else content)
+    return path
+
+
+# --- formats
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.ndjson", "A.JSONL", "a.v2.jsonl"])
+def test_json_lines(name: str, tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / name, JSONL)) == PAIRS
+
+
+@pytest.mark.parametrize(
+    "text", [JSONL.replace("\n", "\r\n"), JSONL.replace("\n", "\n\n"), JSONL.rstrip("\n"), "\ufeff" + JSONL]
+)
+def test_json_lines_of_other_systems(text: str, tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / "a.jsonl", text)) == PAIRS
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl", "a.JSONL.GZ"])
+def test_gzip_is_known_by_content(name: str, tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / name, gzip.compress(JSONL.encode()))) == PAIRS
+
+
+def test_plain_text_named_gz(tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / "a.jsonl.gz", JSONL)) == PAIRS
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_csv_with_semicolons_quoted_newlines_and_byte_order_mark(packed: bool, tmp_path: Path) -> None:
+    text = '\ufeffsource;target\r\n"first\nsecond; third";"say ""hi"""\r\nü;x\r\n'
+    content = gzip.compress(text.encode()) if packed else text.encode()
+    path = write(tmp_path / ("a.csv.gz" if packed else "a.csv"), content)
+    assert pairs(path) == [("first\nsecond; third", 'say "hi"'), ("ü", "x")]
+
+
+@pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
+def test_csv_delimiter_is_read_from_the_header(delimiter: str, tmp_path: Path) -> None:
+    text = delimiter.join(["id", "source", "target"]) + "\n" + delimiter.join(["1", "a", "b"])
+    assert pairs(write(tmp_path / "a.csv", text)) == [("a", "b")]
+
+
+def test_tsv_keeps_commas(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.tsv", "source\ttarget\na, b; c\td\n")
+    assert pairs(path) == [("a, b; c", "d")]
+
+
+def test_parquet(tmp_path: Path) -> None:
+    table = pyarrow.table({"source": [source for source, _ in PAIRS], "target": [target for _, target in PAIRS]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert pairs(tmp_path / "a.parquet") == PAIRS
+
+
+def test_templates_join_columns(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", '{"question": "q{x}", "context of": "c", "answer": "a"}\n')
+    assert pairs(path, source="{{q}}: {question} {context of}", target="{answer}.") == [("{q}: q{x} c", "a.")]
+
+
+def test_rows_are_numbered_over_files(tmp_path: Path) -> None:
+    write(tmp_path / "b.jsonl", JSONL)
+    write(tmp_path / "a.csv", "source,target\n1,2\n")
+    source = Source([str(tmp_path / "*.jsonl"), str(tmp_path / "a.csv")], "{source}", "{target}", "error")
+    assert [example.row for example in source] == [0, 1, 2, 3, 4]
+    assert [example.source for example in source][-1] == "1"  # a second pass gives the same
+
+
+def test_standard_library_gives_enough_pairs() -> None:
+    taken = list(itertools.islice(stdlib_pairs(), 1001))
+    assert len(taken) == 1001
+    assert all(pair["source"].strip() and pair["target"].strip() for pair in taken)
+    assert not any(pair["target"] in pair["source"] for pair in taken[:100] if len(pair["target"]) > 60)
+
+
+# --- damage that one row carries
+
+
+BAD_LINES = {
+    "truncated": (b'{"source": "a", "tar', "not valid JSON"),
+    "missing": (b'{"source": "a"}', "no value for column target (columns: source)"),
+    "null": (b'{"source": "a", "target": null}', "no value for column target"),
+    "number": (b'{"source": "a", "target": 3}', "column target is int 3, expected text"),
+    "list": (b'{"source": ["a"], "target": "b"}', "column source is list"),
+    "no object": (b'"text"', "not a JSON object"),
+    "latin-1": (b'{"source": "caf\xe9", "target": "b"}', "byte 0xe9 at column 16 is not UTF-8"),
+    "half a surrogate pair": (rb'{"source": "\ud83d", "target": "b"}', "surrogate"),
+}
+
+
+@pytest.mark.parametrize(("line", "message"), BAD_LINES.values(), ids=BAD_LINES)
+@pytest.mark.parametrize("last", [False, True])
+def test_bad_line_is_named(line: bytes, message: str, last: bool, tmp_path: Path) -> None:
+    content = JSONL.encode() + line if last else JSONL.encode() + line + b"\n" + JSONL.encode()
+    text = refusal(write(tmp_path / "a.jsonl", content))
+    assert f"{tmp_path / 'a.jsonl'}:5: " in text
+    assert message in text
+    assert "at data.train" in text
+    assert "data.on_bad_row: skip" in text
+
+
+def test_skipping_counts_and_keeps_the_first(tmp_path: Path) -> None:
+    content = b"\n".join(
+        [JSONL.encode().rstrip(), *(line for line, _ in BAD_LINES.values()), b'{"source": "x", "target": "y"}']
+    )
+    source = source_of(write(tmp_path / "a.jsonl", content), on_bad_row="skip")
+    examples = list(source)
+    assert [(example.source, example.target) for example in examples] == [*PAIRS, ("x", "y")]
+    assert examples[-1].row == len(PAIRS) + len(BAD_LINES)  # bad rows keep their numbers
+    assert source.bad_rows.count == len(BAD_LINES)
+    assert (source.bad_rows.first or "").startswith(f"{tmp_path / 'a.jsonl'}:5: not valid JSON")
+
+
+def test_csv_row_of_another_width(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.csv", 'source,target\n"a\nb",c\nd\ne,f,g\nh,i\n')
+    assert f"{path}:4: 1 fields, the header names 2" in refusal(path)
+    source = source_of(path, on_bad_row="skip")
+    assert [example.target for example in source] == ["c", "i"]
+    assert source.bad_rows.count == 2
+
+
+def test_parquet_null_has_a_row_number(tmp_path: Path) -> None:
+    table = pyarrow.table({"source": ["a", "b"], "target": ["c", None]})
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "a.parquet:row 2: no value for column target" in refusal(tmp_path / "a.parquet")
+
+
+# --- damage of a whole file
+
+
+@pytest.mark.parametrize("policy", ["error", "skip"])
+@pytest.mark.parametrize(
+    "text", ['[{"source": "a", "target": "b"}]', '[\n {"source": "a", "target": "b"}\n]\n', "\ufeff  [1]"]
+)
+def test_one_json_array_is_refused(text: str, policy: str, tmp_path: Path) -> None:
+    message = refusal(write(tmp_path / "a.json", text), on_bad_row=policy)
+    assert "is one JSON array" in message
+    assert "one JSON object per line" in message
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv", "a.tsv", "a.jsonl.gz"])
+def test_empty_file_has_no_rows(name: str, tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / name, "")) == []
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.csv.gz"])
+@pytest.mark.parametrize("damage", ["cut", "flipped"])
+def test_damaged_gzip(name: str, damage: str, tmp_path: Path) -> None:
+    text = "source,target\n" + "a,b\n" * 500 if "csv" in name else JSONL * 500
+    packed = bytearray(gzip.compress(text.encode()))
+    packed = packed[: len(packed) // 2] if damage == "cut" else packed[:30] + bytes(8) + packed[38:]
+    message = refusal(write(tmp_path / name, bytes(packed)), on_bad_row="skip")
+    assert name in message
+    assert "damaged gzip" in message
+
+
+@pytest.mark.parametrize("bad_line", [2, 3, 3000])
+def test_csv_that_is_not_utf8_names_the_line(bad_line: int, tmp_path: Path) -> None:
+    lines = [b"source,target"] + [b"caf\xe9,b" if line == bad_line else b"a,b" for line in range(2, 4000)]
+    message = refusal(write(tmp_path / "a.csv", b"\n".join(lines)))
+    assert "UTF-8" in message or "utf-8" in message
+    assert f"a.csv:{bad_line}" in message
+
+
+def test_csv_with_an_open_quote(tmp_path: Path) -> None:
+    assert "cannot be read as CSV" in refusal(write(tmp_path / "a.csv", 'source,target\n"a,b\n'))
+
+
+@pytest.mark.parametrize("content", [b"", b"PAR1", JSONL.encode()])
+def test_damaged_parquet(content: bytes, tmp_path: Path) -> None:
+    assert "not readable as Parquet" in refusal(write(tmp_path / "a.parquet", content))
+
+
+# --- finding files
+
+
+def test_globs_are_sorted_and_given_order_is_kept(tmp_path: Path) -> None:
+    for name in ("b.jsonl", "a.jsonl", "z/c.csv"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        write(tmp_path / name, "")
+    found = find_files([str(tmp_path / "**/*.csv"), str(tmp_path / "*.jsonl")], "data.train")
+    assert [path.name for path in found] == ["c.csv", "a.jsonl", "b.jsonl"]
+
+
+def test_name_with_glob_characters(tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / "a[1].jsonl", JSONL)) == PAIRS
+
+
+@pytest.mark.parametrize("pattern", ["none.jsonl", "*.jsonl", "."])
+def test_nothing_there(pattern: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="does not exist") as caught:
+        find_files([str(tmp_path / pattern)], "data.validation")
+    assert caught.value.where == "data.validation"
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "a.jsonl.bz2"])
+def test_unknown_ending(name: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no known ending"):
+        find_files([str(write(tmp_path / name, JSONL))], "data.train")

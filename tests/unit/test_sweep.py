@@ -1,0 +1,187 @@
+"""The schedule with a scripted executor: failures, resume, interruption, reports."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from records import good_record
+
+from scaletool.config import RunConfig
+from scaletool.errors import ConfigError
+from scaletool.record import CPU_STAMP, write_json
+from scaletool.sweep.command import Machine
+from scaletool.sweep.executors import Ended, FakeExecutor
+from scaletool.sweep.matrix import make_cells
+from scaletool.sweep.report import FORMATS, table_rows, write_reports
+from scaletool.sweep.run import Sweep, dry_run_lines, open_folder, run_sweep
+
+CPU = Machine((), 2)
+
+
+def plan(out: Path, gpus: Sequence[int] = (1, 2), rounds: int = 2, profiles: Sequence[str] = ("ddp",)) -> Sweep:
+    config = RunConfig().replace(measure__rounds=rounds, measure__steps=4, measure__warmup_steps=2)
+    return Sweep(tuple(make_cells(gpus, profiles, ["custom", "trainer"], ["weak"], config)), config, out, CPU)
+
+
+def worker(speed: Callable[[dict[str, Any]], float] = lambda config: 0.1) -> FakeExecutor:
+    """Writes a good record for every launch, its step time by run.json."""
+
+    def script(arguments: Sequence[str]) -> Ended:
+        config = json.loads(Path(arguments[-1]).read_text())
+        record = good_record(speed(config), gpus=config["launch"]["world_size"], stamp=CPU_STAMP)
+        write_json(Path(config["train"]["output_dir"]) / "record.json", record)
+        return Ended(0, 1.0)
+
+    return FakeExecutor(script)
+
+
+def go(sweep: Sweep, executor: FakeExecutor, *, resume: bool = False) -> dict[str, Any]:
+    open_folder(sweep, resume=resume)
+    run_sweep(sweep, executor, before_cell=lambda *_: None, after_cell=lambda *_: None)
+    return write_reports(sweep.out)
+
+
+def test_speedup_efficiency_and_mode_ratio_by_hand(tmp_path: Path) -> None:
+    # custom: 0.1 s on 1, 0.125 s on 2: tokens/s x 2 / 1.25 = 1.6, efficiency 80%. trainer: twice as slow on 1.
+    times = {("custom", 1): 0.1, ("custom", 2): 0.125, ("trainer", 1): 0.2, ("trainer", 2): 0.2}
+    summary = go(plan(tmp_path), worker(lambda c: times[c["train"]["mode"], c["launch"]["world_size"]]))
+    cell = summary["cells"]["ddp-custom-weak-2gpu"]
+    assert cell["speedup"]["median"] == pytest.approx(1.6)
+    assert cell["efficiency"]["median"] == pytest.approx(0.8)
+    assert sum(cell["missing"].values()) == pytest.approx(0.2)
+    assert summary["mode_ratios"][0]["trainer/custom"]["median"] == pytest.approx(0.5)
+    assert any("1 -> 2 processes, ddp custom" in line and "efficiency 80%" in line for line in summary["verdicts"])
+    assert summary["stamps"] == [CPU_STAMP]
+
+
+def test_a_failed_cell_stops_nothing_and_says_why(tmp_path: Path) -> None:
+    good = worker()
+
+    def script(arguments: Sequence[str]) -> Ended:
+        out = Path(arguments[-1]).parent
+        if "ddp-trainer-weak-2gpu" in str(out):
+            (out / "stderr.log").write_text("lines\nRuntimeError: boom\nmore\n")
+            return Ended(1, 1.0)
+        return good.script(arguments)
+
+    executor = FakeExecutor(script)
+    summary = go(plan(tmp_path), executor)
+    assert len(executor.launched) == 8
+    failed = summary["cells"]["ddp-trainer-weak-2gpu"]
+    assert failed["outcomes"] == {"crashed": 2}
+    assert "RuntimeError: boom" in failed["reason"]
+    assert summary["cells"]["ddp-custom-weak-2gpu"]["rounds_ok"] == 2
+    record = json.loads((tmp_path / "cells/ddp-trainer-weak-2gpu/r1/record.json").read_text())
+    assert record["log_tail"] == ["lines", "RuntimeError: boom", "more"]
+
+
+def test_the_first_rank_that_left_word_is_believed(tmp_path: Path) -> None:
+    def script(arguments: Sequence[str]) -> Ended:
+        failure = {"outcome": "oom", "reason": "CUDA out of memory", "rank": 1, "exit_status": 3}
+        write_json(Path(arguments[-1]).parent / "failure.rank1.json", failure)
+        return Ended(1, 1.0)
+
+    cell = go(plan(tmp_path, rounds=1), FakeExecutor(script))["cells"]["ddp-custom-weak-1gpu"]
+    assert cell["outcomes"] == {"oom": 1}
+    assert cell["reason"] == "rank 1: CUDA out of memory"
+
+
+def test_time_out_is_an_outcome(tmp_path: Path) -> None:
+    executor = FakeExecutor(lambda arguments: Ended(-15, 9.0, timed_out=True))
+    cell = go(plan(tmp_path, rounds=1), executor)["cells"]["ddp-custom-weak-1gpu"]
+    assert cell["outcomes"] == {"timeout": 1}
+
+
+def test_resume_runs_only_what_is_missing_or_failed(tmp_path: Path) -> None:
+    sweep = plan(tmp_path)
+    go(sweep, worker())
+    (tmp_path / "cells/ddp-custom-weak-1gpu/r2/record.json").unlink()
+    broken = tmp_path / "cells/ddp-trainer-weak-1gpu/r1/record.json"
+    write_json(broken, {**json.loads(broken.read_text()), "outcome": "crashed", "reason": "x"})
+    again = worker()
+    go(sweep, again, resume=True)
+    assert sorted(Path(arguments[-1]).parent.name for arguments in again.launched) == ["r1", "r2"]
+    idle = worker()
+    summary = go(sweep, idle, resume=True)
+    assert idle.launched == []
+    assert all(cell["rounds_ok"] == 2 for cell in summary["cells"].values())
+
+
+def test_resume_refuses_another_plan_and_names_it(tmp_path: Path) -> None:
+    go(plan(tmp_path), worker())
+    with pytest.raises(ConfigError, match=r"cells\.zero2-custom-weak-1gpu"):
+        go(plan(tmp_path, profiles=["ddp", "zero2"]), worker(), resume=True)
+    with pytest.raises(ConfigError, match="not empty"):
+        go(plan(tmp_path), worker())
+    more = worker()
+    go(plan(tmp_path, rounds=3), more, resume=True)  # more rounds are the same sweep
+    assert len(more.launched) == 4
+
+
+def test_resume_of_an_empty_folder_starts(tmp_path: Path) -> None:
+    executor = worker()
+    go(plan(tmp_path / "new"), executor, resume=True)
+    assert len(executor.launched) == 8
+
+
+def test_interruption_keeps_what_is_there(tmp_path: Path) -> None:
+    good, sweep = worker(), plan(tmp_path)
+
+    def script(arguments: Sequence[str]) -> Ended:
+        if "ddp-custom-weak-2gpu" in arguments[-1]:
+            raise KeyboardInterrupt
+        return good.script(arguments)
+
+    with pytest.raises(KeyboardInterrupt):
+        go(sweep, FakeExecutor(script))
+    rest = worker()
+    go(sweep, rest, resume=True)
+    assert len(rest.launched) == 6
+
+
+def test_oversubscribed_cells_are_marked_and_left_out(tmp_path: Path) -> None:
+    summary = go(plan(tmp_path, gpus=[1, 4]), worker())
+    cell = summary["cells"]["ddp-custom-weak-4gpu"]
+    assert cell["oversubscribed"]
+    assert "speedup" not in cell
+    assert any("oversubscribed" in row[-1] for row in table_rows(summary))
+
+
+def test_reports_are_complete_and_escaped(tmp_path: Path) -> None:
+    def script(arguments: Sequence[str]) -> Ended:
+        failure = {"outcome": "crashed", "reason": "<script>alert(1)</script>", "rank": 0, "exit_status": 3}
+        write_json(Path(arguments[-1]).parent / "failure.rank0.json", failure)
+        return Ended(1, 1.0)
+
+    sweep = plan(tmp_path)
+    go(sweep, FakeExecutor(script))
+    good = worker()
+    (tmp_path / "cells/ddp-custom-weak-1gpu/r1/record.json").unlink()
+    open_folder(sweep, resume=True)
+    good.script(["", str(tmp_path / "cells/ddp-custom-weak-1gpu/r1/run.json")])
+    write_reports(tmp_path, FORMATS)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script>" not in page
+    assert "http" not in page.replace("http-equiv", "")
+    assert (tmp_path / "scaling.png").read_bytes().startswith(b"\x89PNG")
+    rows = list(csv.DictReader((tmp_path / "results.csv").open()))
+    assert len(rows) == 8
+    first = next(row for row in rows if row["outcome"] == "ok")
+    assert float(first["samples_per_second"]) == pytest.approx(80)
+    assert float(first["step_seconds_median"]) == pytest.approx(0.1)
+    assert float(first["data_wait_share"]) == pytest.approx(0.1)
+
+
+def test_launch_lines_are_the_real_ones(tmp_path: Path) -> None:
+    lines = [str(line) for line in dry_run_lines(plan(tmp_path, profiles=["zero2"]))]
+    assert len(lines) == 4
+    assert "--num_processes 2" in lines[2]
+    assert "accelerate_configs/zero2.yaml" in lines[2]
+    assert "ds_configs/zero2.json" in lines[2]
+    assert lines[2].startswith("OMP_NUM_THREADS=1 ")
+    assert not (tmp_path / "cells").exists()
