@@ -32,7 +32,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: $(STAMP)  ## a small sweep: 1 and 2 processes, ddp and zero2, both modes; again: shows its table
-	$(VENV)/bin/scaletool sweep --gpus 1,2 --profiles ddp,zero2 --modes custom,trainer --rounds 1 --steps 15 \
+	$(VENV)/bin/scaletool sweep --gpus 1,2 --profiles ddp,zero2 --modes custom,trainer --rounds 3 --steps 15 \
 	  --out runs/demo $(if $(wildcard runs/demo),--resume)
 
 test: $(STAMP)  ## all tests; PYTEST_ARGS="tests/unit -k stats" for some

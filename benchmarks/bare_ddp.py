@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -25,7 +26,7 @@ def main(path: str) -> None:
     run = build(config, read_world(config), out)
     dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
     device = torch.device("cuda", run.world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
-    model = DistributedDataParallel(run.model.to(device))
+    model: Any = DistributedDataParallel(run.model.to(device))
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.train.learning_rate, weight_decay=0.01)
     model.train()
     samples, started = 0, 0.0
@@ -43,7 +44,7 @@ def main(path: str) -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
     seconds = time.perf_counter() - started
-    totals = [None] * dist.get_world_size()
+    totals: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(totals, {"seconds": seconds, "samples": samples})
     if dist.get_rank() == 0:
         window = {"seconds": max(t["seconds"] for t in totals), "samples": sum(t["samples"] for t in totals)}

@@ -87,9 +87,9 @@ class TrainConfig:
     learning_rate: float = 1.0e-4
     """Peak learning rate of AdamW."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after warm-up; linear and cosine reach 0 at the last step."""
+    """Shape after warm-up; linear and cosine would reach 0 one step after the last."""
     warmup_steps: int = 0
-    """Optimizer steps of linear warm-up from 0."""
+    """Optimizer steps of linear warm-up; the first runs at 1/warmup_steps of the peak."""
     weight_decay: float = 0.01
     """AdamW decay, applied to matrices only (not to layer-norm scales)."""
     max_grad_norm: float | None = 1.0

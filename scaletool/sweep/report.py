@@ -103,7 +103,7 @@ def page(sweep: Mapping[str, Any], summary: Mapping[str, Any], picture: bytes) -
 
 
 def scaling_picture(summary: Mapping[str, Any]) -> bytes:
-    """PNG: samples per second against processes, a line per profile, mode and scaling, with error bars and ideal."""
+    """PNG: real tokens per second against processes, with error bars; a line per profile, mode and scaling."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -112,12 +112,12 @@ def scaling_picture(summary: Mapping[str, Any]) -> bytes:
     figure, axes = pyplot.subplots(figsize=(8, 5), layout="constrained")
     series: dict[str, list[Mapping[str, Any]]] = {}
     for cell in summary["cells"].values():
-        if "samples_per_second" in cell:
+        if "real_tokens_per_second" in cell:
             series.setdefault(f"{cell['profile']} {cell['mode']} ({cell['scaling']})", []).append(cell)
     for label, points in series.items():
         points.sort(key=lambda cell: cell["gpus"])
         counts = [cell["gpus"] for cell in points]
-        speeds = [cell["samples_per_second"] for cell in points]
+        speeds = [cell["real_tokens_per_second"] for cell in points]
         middle = [speed["median"] for speed in speeds]
         below = [speed["median"] - (speed["low"] or speed["median"]) for speed in speeds]
         above = [(speed["high"] or speed["median"]) - speed["median"] for speed in speeds]
@@ -127,7 +127,8 @@ def scaling_picture(summary: Mapping[str, Any]) -> bytes:
             axes.plot(counts, ideal, linestyle=":", color=line[0].get_color(), alpha=0.6)
         shared = [(c, m) for c, m, p in zip(counts, middle, points, strict=True) if p["oversubscribed"]]
         axes.plot(*zip(*shared, strict=True), "kx", markersize=10) if shared else None
-    axes.set(xlabel="processes", ylabel="samples per second", title="dotted: ideal, x: oversubscribed", ylim=(0, None))
+    axes.set(xlabel="processes", ylabel="real tokens per second", ylim=(0, None))
+    axes.set_title("dotted: ideal, x: oversubscribed")
     axes.set_xticks(sorted({cell["gpus"] for cell in summary["cells"].values()}))
     if series:
         axes.legend(fontsize="small")
@@ -185,8 +186,9 @@ def _subtitle(sweep: Mapping[str, Any]) -> str:
     config, machine = sweep["plan"]["config"], sweep["machine"]
     where = ", ".join(machine["gpus"]) or f"{machine['cpu_count']} CPU cores"
     measure = config["measure"]
+    rounds = f"{measure['rounds']} round{'s' if measure['rounds'] > 1 else ''}"
     return (
-        f"{config['model']['name']}, {config['data']['batching']} batches, {measure['rounds']} rounds of"
+        f"{config['model']['name']}, {config['data']['batching']} batches, {rounds} of"
         f" {measure['steps']} steps after {measure['warmup_steps']} of warm-up, started {sweep['started']}, on {where}"
     )
 

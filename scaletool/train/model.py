@@ -82,7 +82,10 @@ def _pretrained(name: str) -> torch.nn.Module:
 
 def _checkpoint_config(name: str) -> Any:
     try:
-        return AutoConfig.from_pretrained(name)
+        config = AutoConfig.from_pretrained(name)
+        # What an untied checkpoint's file said survives only in this flag of transformers 5.
+        config.tie_word_embeddings = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
+        return config
     except (OSError, ValueError) as error:
         kind = "folder" if Path(name).exists() else "name"
         raise ConfigError(

@@ -11,25 +11,27 @@ import pytest
 
 from scaletool.config import RunConfig
 
-# datasets starts pyarrow's threads; imported after torch it can hang at exit, so it comes first.
-import datasets  # noqa: F401, I001
-
 WORDS = "the quick brown fox jumps over a lazy dog while naïve readers count 12 sheep".split()
 
 
+@pytest.fixture(scope="session")
+def write_rows() -> Callable[[Path], Path]:
+    """Writes 60 ragged pairs to a file."""
+
+    def write(path: Path) -> Path:
+        with path.open("w", encoding="utf-8") as stream:
+            for row in range(60):
+                words = [WORDS[(row * 7 + place) % len(WORDS)] for place in range(2 + (row * 5) % 17)]
+                pair = {"source": " ".join(words), "target": " ".join(words[: 1 + row % 4])}
+                stream.write(json.dumps(pair) + "\n")
+        return path
+
+    return write
+
+
 @pytest.fixture
-def rows_file(tmp_path: Path) -> Path:
-    """60 ragged pairs."""
-    path = tmp_path / "rows.jsonl"
-    write_rows(path, 60)
-    return path
-
-
-def write_rows(path: Path, count: int) -> None:
-    with path.open("w", encoding="utf-8") as stream:
-        for row in range(count):
-            words = [WORDS[(row * 7 + place) % len(WORDS)] for place in range(2 + (row * 5) % 17)]
-            stream.write(json.dumps({"source": " ".join(words), "target": " ".join(words[: 1 + row % 4])}) + "\n")
+def rows_file(write_rows: Callable[[Path], Path], tmp_path: Path) -> Path:
+    return write_rows(tmp_path / "rows.jsonl")
 
 
 @pytest.fixture

@@ -118,7 +118,6 @@ BAD_LINES = {
     "list": (b'{"source": ["a"], "target": "b"}', "column source is list"),
     "no object": (b'"text"', "not a JSON object"),
     "latin-1": (b'{"source": "caf\xe9", "target": "b"}', "byte 0xe9 at column 16 is not UTF-8"),
-    "half a surrogate pair": (rb'{"source": "\ud83d", "target": "b"}', "surrogate"),
 }
 
 
@@ -143,6 +142,12 @@ def test_skipping_counts_and_keeps_the_first(tmp_path: Path) -> None:
     assert examples[-1].row == len(PAIRS) + len(BAD_LINES)  # bad rows keep their numbers
     assert source.bad_rows.count == len(BAD_LINES)
     assert (source.bad_rows.first or "").startswith(f"{tmp_path / 'a.jsonl'}:5: not valid JSON")
+
+
+def test_half_a_surrogate_pair_is_a_bad_row(tmp_path: Path) -> None:
+    path = write(tmp_path / "a.jsonl", JSONL + r'{"source": "\ud83d", "target": "b"}')
+    assert pairs(path, on_bad_row="skip") == PAIRS
+    assert "a.jsonl:5: half a surrogate pair" in refusal(path)
 
 
 def test_csv_row_of_another_width(tmp_path: Path) -> None:

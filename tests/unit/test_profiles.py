@@ -20,7 +20,7 @@ from scaletool.profiles import (
     shipped,
 )
 
-NODE = {"per_device_batch_size": 8, "gradient_accumulation_steps": 2, "fp16": True, "world_size": 4}
+NODE: dict[str, Any] = {"per_device_batch_size": 8, "gradient_accumulation_steps": 2, "fp16": True, "world_size": 4}
 
 
 def profile(folder: Path, **content: Any) -> Profile:

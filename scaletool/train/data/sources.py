@@ -6,7 +6,6 @@ import ast
 import csv
 import glob
 import gzip
-import io
 import json
 import string
 import sys
@@ -98,6 +97,8 @@ class Source:
                 self.bad_rows.note(str(problem))
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
+        if STDLIB in self.patterns and len(self.patterns) > 1:
+            raise ConfigError(f"`{STDLIB}` stands alone", where=self.key, hint=f"a file of that name is ./{STDLIB}")
         if list(self.patterns) == [STDLIB]:
             yield from (("the standard library", pair) for pair in stdlib_pairs())
             return
@@ -147,7 +148,12 @@ def _fill(template: str, columns: dict[str, Any], place: str) -> str:
             raise BadRow(
                 f"{place}: column {name} is {type(columns[name]).__name__} {columns[name]!r:.40}, expected text"
             )
-    return template.format_map(columns)
+    text = template.format_map(columns)
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, UTF-8 cannot
+        raise BadRow(f"{place}: half a surrogate pair, {text[error.start]!a}, at character {error.start + 1}") from None
+    return text
 
 
 def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
@@ -189,13 +195,12 @@ def _read_json_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, dict[
 
 def _read_table(path: Path, stream: IO[bytes], kind: str) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
     csv.field_size_limit(2**31 - 1)
-    text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
-    try:
-        head = text.readline()
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: not UTF-8: {error.reason} at byte {error.start}", where=f"{path}:1") from None
+    text = _decoded(path, stream)
+    head = next(text, "")
     delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=head.count)
     names = next(csv.reader([head], delimiter=delimiter), [])
+    if repeated := {name for name in names if names.count(name) > 1}:
+        raise ConfigError(f"{path}: column {', '.join(sorted(repeated))} is named twice", where=f"{path}:1")
     reader = csv.reader(text, delimiter=delimiter, strict=True)
     while True:
         place = f"{path}:{reader.line_num + 2}"
@@ -203,7 +208,7 @@ def _read_table(path: Path, stream: IO[bytes], kind: str) -> Iterator[tuple[str,
             values = next(reader)
         except StopIteration:
             return
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise ConfigError(f"{place}: cannot be read as CSV: {error}", where=place) from None
         if not values:
             continue
@@ -211,6 +216,16 @@ def _read_table(path: Path, stream: IO[bytes], kind: str) -> Iterator[tuple[str,
             yield BadRow(f"{place}: {len(values)} fields, the header names {len(names)}")
         else:
             yield place, dict(zip(names, values, strict=True))
+
+
+def _decoded(path: Path, stream: IO[bytes]) -> Iterator[str]:
+    """The lines of a file, line ends kept; a text stream would decode ahead and not know the line of a bad byte."""
+    for number, raw in enumerate(stream, start=1):
+        try:
+            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            byte = f"byte {raw[error.start]:#04x} at column {error.start + 1}"
+            raise ConfigError(f"{path}:{number}: {byte} is not UTF-8", where=f"{path}:{number}") from None
 
 
 def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:

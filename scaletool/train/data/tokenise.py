@@ -21,7 +21,7 @@ from scaletool.config import DataConfig, RunConfig, TokenizerConfig
 from scaletool.errors import ConfigError
 from scaletool.train.data.sources import STDLIB, Source, find_files, stdlib_version
 
-CACHE_VERSION = 1
+CACHE_VERSION = 2
 ROWS_PER_PROCESS = 2000
 SPECIAL_TOKENS = ["<pad>", "</s>", "<unk>"]
 
@@ -63,6 +63,10 @@ def load_data(config: RunConfig, cache: Path, tokenizer: Any) -> tuple[Tokenised
     if isinstance(data.validation, list):
         return train, _load(data.validation, "data.validation", config, cache, tokenizer)
     held_out = max(1, round(len(train) * data.validation))
+    if held_out == len(train):
+        raise ConfigError(
+            f"{len(train)} rows leave none to train on", where="data.validation", hint="name files, or null"
+        )
     shuffled = np.random.default_rng(data.seed).permutation(len(train))
     return train.take(np.sort(shuffled[held_out:])), train.take(np.sort(shuffled[:held_out]))
 
@@ -163,9 +167,11 @@ def _tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path) ->
             yield {"row": example.row, "source": example.source, "target": example.target}
 
     def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
+        # split_special_tokens: a text that says "</s>" is text, not the end.
+        common = {"truncation": True, "split_special_tokens": True}
         return {
-            "input_ids": tokenizer(batch["source"], truncation=True, max_length=data.max_source_tokens)["input_ids"],
-            "labels": tokenizer(batch["target"], truncation=True, max_length=data.max_target_tokens)["input_ids"],
+            "input_ids": tokenizer(batch["source"], max_length=data.max_source_tokens, **common)["input_ids"],
+            "labels": tokenizer(batch["target"], max_length=data.max_target_tokens, **common)["input_ids"],
         }
 
     datasets.disable_progress_bars()
