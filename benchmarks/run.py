@@ -27,8 +27,8 @@ RESULT_FILES = {"bare": "bare.json", "custom": "record.json", "trainer": "record
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--processes", type=int, default=2)
     options = parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
@@ -79,6 +79,7 @@ def _measure(program: str, round_number: int, model: Path, options: argparse.Nam
         train__max_steps=5 + options.steps,
         train__log_every=10**9,
         train__output_dir=str(out),
+        data__per_device_batch_size=4,
         launch__measured=True,
     )
     write_json(out / "run.json", config.to_dict())
