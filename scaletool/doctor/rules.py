@@ -6,10 +6,12 @@ The entrypoint and the driver call `refuse_errors` before anything heavy is impo
 
 from __future__ import annotations
 
+import glob
 import math
 import string
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from scaletool.config import LoadedConfig, RunConfig
@@ -158,6 +160,15 @@ def _vocab_size(run: RunConfig) -> Iterator[Problem]:
 def _train_files(run: RunConfig) -> Iterator[Problem]:
     if not run.data.train or not all(pattern.strip() for pattern in run.data.train):
         yield "data.train", f"data.train is {_shown(run.data.train)}: no file to train on", "name files, or `stdlib`"
+
+
+@rule("data-files")
+def _missing_files(run: RunConfig) -> Iterator[Problem]:
+    validation = run.data.validation if isinstance(run.data.validation, list) else []
+    for key, patterns in (("data.train", run.data.train), ("data.validation", validation)):
+        for pattern in patterns:
+            if pattern.strip() and pattern != "stdlib" and not glob.glob(pattern, recursive=True):
+                yield key, f"{key} names {pattern}, which does not exist", f"looked from {Path.cwd()}; globs are fine"
 
 
 @rule("data-validation")

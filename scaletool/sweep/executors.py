@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,6 +20,7 @@ import psutil
 from scaletool.sweep.command import MARKER
 
 GRACE_SECONDS = 10.0
+LAUNCHER_REPORT = re.compile(rb"[EW]\d{4} .*torch/distributed/elastic/")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
@@ -108,11 +110,15 @@ def _die_with_parent() -> None:
 
 def _copy(source: IO[bytes], log: IO[bytes]) -> threading.Thread:
     def copy() -> None:
+        shown = True
         for line in source:
             log.write(line)
             log.flush()
-            sys.stderr.buffer.write(line)
-            sys.stderr.flush()
+            # The launcher's own stack, which says nothing about the run, stays in the log.
+            shown = shown and not LAUNCHER_REPORT.match(line)
+            if shown:
+                sys.stderr.buffer.write(line)
+                sys.stderr.flush()
 
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()

@@ -7,6 +7,7 @@ import os
 import sys
 import time
 import traceback
+import warnings
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -267,5 +268,9 @@ def _closing_line(steps: list[dict[str, Any]], window: dict[str, Any]) -> str:
 
 def _quiet_libraries() -> None:
     transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", "`torch.distributed.*` is deprecated", FutureWarning)
+    # T5Block returns views under FSDP2; the losses equal DDP's, so no in-place operation touches them.
+    warnings.filterwarnings("ignore", "FSDP2-wrapped module .* returned a view tensor", UserWarning)
     logging.getLogger("DeepSpeed").setLevel(logging.WARNING)
     logging.getLogger("torch.distributed").setLevel(logging.WARNING)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import Trainer, TrainerCallback, TrainingArguments
+from transformers import PrinterCallback, Trainer, TrainerCallback, TrainingArguments
 
 from scaletool.config import RunConfig
 from scaletool.train.loss import loss_share
@@ -25,6 +25,7 @@ class T5Trainer(Trainer):
         super().__init__(model=run.model, args=arguments, callbacks=[StepEnd(run, self)])
         # Our shares are already scaled for accumulation: Trainer must not divide them again.
         self.loss_is_scaled_for_ga = True
+        self.remove_callback(PrinterCallback)  # the run prints its own lines, the same in both modes
         clip = self.accelerator.clip_grad_norm_
         self.accelerator.clip_grad_norm_ = lambda *args, **kwargs: self._keep_norm(clip(*args, **kwargs))
         self.grad_norm: Any = None

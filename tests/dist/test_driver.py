@@ -75,7 +75,7 @@ def test_train_launches_one_run(rows_file: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "variables", "expected", "message"),
     [
-        ("data.train=missing.jsonl", {}, 2, "missing.jsonl"),
+        ("data.train=missing.jsonl", {}, 2, "missing.jsonl, which does not exist"),
         ("data.train=empty.jsonl", {}, 2, "no usable rows"),
         ("data.train=one.jsonl", {}, 2, "fewer than 2 processes"),
         ("model.name=no/such/model", {}, 2, "no/such/model"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -71,6 +72,10 @@ EXAMPLES: dict[str, tuple[list[Values], list[Values]]] = {
         [{"tokenizer__kind": "train", "tokenizer__vocab_size": 300}, {"tokenizer__vocab_size": 1}],
     ),
     "data-train-empty": (one("data__train", [], ["a.jsonl", " "]), one("data__train", ["a.jsonl"])),
+    "data-files": (
+        one("data__train", ["no-such-*.jsonl"], ["a.jsonl", "no-such"]),
+        one("data__train", ["stdlib"], ["*.jsonl"]),
+    ),
     "data-validation": (
         one("data__validation", 0.0, 0.51, -0.1, NAN, [], [""]),
         one("data__validation", 0.5, 1e-6, None, ["v.jsonl"]),
@@ -91,6 +96,13 @@ EXAMPLES: dict[str, tuple[list[Values], list[Values]]] = {
         one("train__resume", "auto", "never"),
     ),
 }
+
+
+@pytest.fixture(autouse=True)
+def folder_with_data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.jsonl", "v.jsonl"):
+        (tmp_path / name).touch()
 
 
 def findings(values: Values) -> list[Finding]:
