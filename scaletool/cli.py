@@ -232,13 +232,15 @@ def _default_out(what: str) -> Path:
 
 
 def _training_line(record: dict[str, Any], folder: Path) -> str:
+    from scaletool.record import shown
+
     if record["outcome"] != "ok":
         return f"{record['outcome']}: {record['reason']}\nlog: {folder / 'stderr.log'}"
     steps, window = record["steps"], record["window"]
     seconds = window["seconds"]
     stamp = f"\n{record['stamp']}" if record.get("stamp") else ""
     return (
-        f"ok: {len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f},"
+        f"ok: {len(steps)} steps, loss {shown(steps[0]['loss'], '.4f')} -> {shown(steps[-1]['loss'], '.4f')},"
         f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
         f"\nrecord: {folder / 'record.json'}{stamp}"
     )

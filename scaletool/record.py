@@ -22,6 +22,11 @@ def write_json(path: Path, content: Any) -> None:
     os.replace(scratch, path)
 
 
+def shown(value: float | None, form: str) -> str:
+    """A figure of a record as text; "n/a" where it has none (the loss of a step that overflowed)."""
+    return "n/a" if value is None else format(value, form)
+
+
 def read_json(path: Path) -> Any | None:
     """Content of a JSON file, or None where it is missing or not whole."""
     try:

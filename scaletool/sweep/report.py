@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from scaletool.record import write_json
+from scaletool.record import shown, write_json
 from scaletool.sweep.stats import measured_steps, rates
 from scaletool.sweep.summary import Records, load_records, summarise
 
@@ -161,7 +161,7 @@ def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
         "data_wait_share": f"{sum(step['data_wait_seconds'] for step in steps) / seconds:.4f}",
         "peak_memory_bytes": record["memory"]["peak_bytes"],
         "skipped_steps": sum(bool(step["skipped"]) for step in steps),
-        "loss_last": f"{record['steps'][-1]['loss']:.6f}",
+        "loss_last": shown(record["steps"][-1]["loss"], ".6f"),
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -162,13 +163,15 @@ class Meter:
         if dist.is_initialized():
             dist.all_reduce(losses)
         for row, loss in zip(pending, losses.tolist(), strict=True):
-            row["loss"], row["grad_norm"] = loss, _to_float(row["grad_norm"])
-            if not row["skipped"] and loss != loss:
+            norm = _to_float(row["grad_norm"])
+            if not row["skipped"] and not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
                 raise RunError(
-                    f"the loss of step {row['step']} is not a number",
+                    f"step {row['step']} has loss {loss} and gradient norm {norm}",
                     outcome="diverged",
                     hint="lower train.learning_rate, add train.warmup_steps, or look at the data",
                 )
+            # A skipped step overflowed; JSON has no word for that.
+            row["loss"], row["grad_norm"] = _finite(loss), _finite(norm)
         self.flushed = len(self.rows)
 
 
@@ -197,6 +200,10 @@ def _to_float(value: Any) -> float | None:
     if hasattr(value, "full_tensor"):
         value = value.full_tensor()  # FSDP2's norm is a DTensor
     return float(value)
+
+
+def _finite(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
 
 
 def _peak_resident_bytes() -> int:

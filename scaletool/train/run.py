@@ -19,7 +19,7 @@ import transformers
 
 from scaletool.config import RunConfig
 from scaletool.errors import RunError, ScaletoolError
-from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, write_json
+from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, shown, write_json
 from scaletool.train import cpu_engines, observe
 from scaletool.train.data.batches import ShardSampler, make_loader
 from scaletool.train.data.order import GlobalOrder
@@ -249,10 +249,9 @@ def _classify(error: Exception) -> str:
 
 
 def _log_line(row: dict[str, Any], total_steps: int) -> str:
-    norm = f"{row['grad_norm']:.3f}" if row["grad_norm"] is not None else "n/a"
     scale = f"  scale {row['loss_scale']:g}" if row["loss_scale"] is not None else ""
     return (
-        f"step {row['step']:>6}/{total_steps}  loss {row['loss']:.4f}  norm {norm}  lr {row['learning_rate']:.2e}"
+        f"step {row['step']:>6}/{total_steps}  loss {shown(row['loss'], '.4f')}  norm {shown(row['grad_norm'], '.3f')}  lr {row['learning_rate']:.2e}"
         f"  {row['seconds'] * 1000:.0f} ms{scale}{'  SKIPPED' if row['skipped'] else ''}"
     )
 
@@ -261,7 +260,7 @@ def _closing_line(steps: list[dict[str, Any]], window: dict[str, Any]) -> str:
     seconds = window["seconds"] or float("nan")
     skipped = sum(step["skipped"] for step in steps)
     return (
-        f"{len(steps)} steps, loss {steps[0]['loss']:.4f} -> {steps[-1]['loss']:.4f}, {skipped} skipped;"
+        f"{len(steps)} steps, loss {shown(steps[0]['loss'], '.4f')} -> {shown(steps[-1]['loss'], '.4f')}, {skipped} skipped;"
         f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
     )
 

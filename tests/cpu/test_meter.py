@@ -170,7 +170,7 @@ def test_loss_that_is_no_number(make: Callable[..., Meter]) -> None:
     for loss in (1.0, float("nan")):
         meter.micro_step(torch.tensor(loss))
         meter.step(grad_norm=1.0, learning_rate=0.1, loss_scale=None, skipped=False)
-    with pytest.raises(RunError, match="step 2 is not a number") as caught:
+    with pytest.raises(RunError, match="step 2 has loss nan") as caught:
         meter.finish()
     assert caught.value.outcome == "diverged"
 
