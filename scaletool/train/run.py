@@ -250,8 +250,9 @@ def _classify(error: Exception) -> str:
 
 def _log_line(row: dict[str, Any], total_steps: int) -> str:
     scale = f"  scale {row['loss_scale']:g}" if row["loss_scale"] is not None else ""
+    loss, norm = shown(row["loss"], ".4f"), shown(row["grad_norm"], ".3f")
     return (
-        f"step {row['step']:>6}/{total_steps}  loss {shown(row['loss'], '.4f')}  norm {shown(row['grad_norm'], '.3f')}  lr {row['learning_rate']:.2e}"
+        f"step {row['step']:>6}/{total_steps}  loss {loss}  norm {norm}  lr {row['learning_rate']:.2e}"
         f"  {row['seconds'] * 1000:.0f} ms{scale}{'  SKIPPED' if row['skipped'] else ''}"
     )
 
@@ -259,8 +260,9 @@ def _log_line(row: dict[str, Any], total_steps: int) -> str:
 def _closing_line(steps: list[dict[str, Any]], window: dict[str, Any]) -> str:
     seconds = window["seconds"] or float("nan")
     skipped = sum(step["skipped"] for step in steps)
+    first, last = (shown(step["loss"], ".4f") for step in (steps[0], steps[-1]))
     return (
-        f"{len(steps)} steps, loss {shown(steps[0]['loss'], '.4f')} -> {shown(steps[-1]['loss'], '.4f')}, {skipped} skipped;"
+        f"{len(steps)} steps, loss {first} -> {last}, {skipped} skipped;"
         f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
     )
 
