@@ -36,6 +36,9 @@ def main() -> NoReturn:
     except ScaletoolError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(error.exit_status)
+    except OSError as error:
+        print(f"error: {error}\n  hint: look at the path, its rights and the free space", file=sys.stderr)
+        sys.exit(2 if error.filename else 4)
     except typer.Exit as done:
         sys.exit(done.exit_code)
     except KeyboardInterrupt:
@@ -83,20 +86,19 @@ def sweep(
     _refuse_executor(executor)
     cells = matrix.make_cells(
         matrix.parse_counts(gpus),
-        [name.strip() for name in profiles.split(",") if name.strip()],
+        matrix.split_list(profiles, "--profiles"),
         matrix.parse_names(modes, "--modes", matrix.MODES),
         matrix.parse_names(scaling, "--scaling", matrix.SCALINGS),
         loaded.run,
     )
-    if not cells:
-        raise ConfigError("--profiles is empty", hint="scaletool configs list names them")
     plan = Sweep(tuple(cells), loaded.run, out or _default_out("sweep"), probe_machine())
     refuse_oversubscribed_gpus(plan.cells, plan.machine)
     if dry_run:
         print("\n".join(map(str, dry_run_lines(plan))))
         return
-    open_folder(plan, resume=resume)
-    raise typer.Exit(_measure(plan))
+    with open_folder(plan, resume=resume):
+        status = _measure(plan)
+    raise typer.Exit(status)
 
 
 @app.command()

@@ -192,7 +192,9 @@ def load_config(path: str | Path | None, overrides: Sequence[str] = ()) -> Loade
         key, separator, text = override.partition("=")
         if not separator:
             raise ConfigError(f"`--set {override}` has no value", hint="write --set section.key=value")
-        given[key.strip()] = (parse_scalar(text), f"--set {override}")
+        key = key.strip()
+        takes_text = str in _choices(known_keys().get(key))
+        given[key] = (text if takes_text and text not in NULLS else parse_scalar(text), f"--set {override}")
     return LoadedConfig(_build(given), {key: where for key, (_, where) in given.items()})
 
 
@@ -203,6 +205,13 @@ def known_keys() -> dict[str, Any]:
         for name, annotation in typing.get_type_hints(section_type).items():
             keys[f"{section}.{name}"] = annotation
     return keys
+
+
+NULLS = ("null", "~", "")
+"""How YAML writes nothing; any other text given by --set for a key that takes a text is that text."""
+
+LARGEST_INTEGER = 2**32
+"""Beyond every sensible count, and within what numpy and torch can hold."""
 
 
 class _Loader(yaml.SafeLoader):
@@ -218,7 +227,7 @@ def parse_scalar(text: str) -> Any:
     """The value of a `--set` text, read as YAML (so lists and null work)."""
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError:
+    except (yaml.YAMLError, ValueError):
         return text
 
 
@@ -241,11 +250,18 @@ def _read_yaml(path: Path) -> Iterator[tuple[str, Any, int]]:
         return
     for section, section_node in _mapping(root, path, "the run config"):
         for key, node in _mapping(section_node, path, section):
-            yield f"{section}.{key}", loader.construct_object(node, deep=True), node.start_mark.line + 1
+            line = node.start_mark.line + 1
+            try:
+                yield f"{section}.{key}", loader.construct_object(node, deep=True), line
+            except (yaml.YAMLError, ValueError, RecursionError) as error:
+                problem = getattr(error, "problem", error)
+                raise ConfigError(
+                    f"the value of {section}.{key} is not understood: {problem}", where=f"{path}:{line}"
+                ) from None
 
 
 def _mapping(node: yaml.Node, path: Path, name: str) -> Iterator[tuple[str, yaml.Node]]:
-    if isinstance(node, yaml.ScalarNode) and node.value in ("", "null", "~"):
+    if isinstance(node, yaml.ScalarNode) and node.value in NULLS:
         return
     if not isinstance(node, yaml.MappingNode):
         raise ConfigError(
@@ -306,11 +322,14 @@ def _coerce(value: Any, annotation: Any, key: str, where: str) -> Any:
                 return [value]
             if isinstance(value, list) and value and all(isinstance(item, str) for item in value):
                 return value
+        elif choice is int and type(value) is int and abs(value) > LARGEST_INTEGER:
+            raise ConfigError(f"{key} is {value}, beyond any sensible count", where=f"{where} ({key})")
         elif choice is float and isinstance(value, int) and not isinstance(value, bool):
             return float(value)
         elif isinstance(value, choice) and not (isinstance(value, bool) and choice is not bool):
             return value
-    raise ConfigError(f"{key} is {value!r}, expected {_describe(annotation)}", where=f"{where} ({key})")
+    hint = 'quote a text that begins with a brace: "{column}"' if isinstance(value, dict) else None
+    raise ConfigError(f"{key} is {value!r}, expected {_describe(annotation)}", where=f"{where} ({key})", hint=hint)
 
 
 def _choices(annotation: Any) -> tuple[Any, ...]:

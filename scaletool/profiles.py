@@ -16,10 +16,13 @@ from typing import Any
 
 import yaml
 
+from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 
 ENGINES = ("single", "ddp", "zero1", "zero2", "zero2_offload", "zero3", "zero3_offload", "fsdp", "fsdp_grad_op", "hsdp")
 """Names of what really runs. `single` is one process without any wrapper."""
+
+FSDP1 = "FSDP1 is not supported: its sharded checkpoints lose Adam's state"
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
 
@@ -43,7 +46,7 @@ class Profile:
         """The YAML as a dict. Raises ConfigError where it is not a mapping."""
         try:
             content = yaml.safe_load(self.path.read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+        except (OSError, ValueError, yaml.YAMLError) as error:
             raise ConfigError(f"profile {self.name} cannot be read: {error}", where=str(self.path)) from None
         if not isinstance(content, dict) or "distributed_type" not in content:
             raise ConfigError("not an accelerate config: no distributed_type", where=str(self.path))
@@ -76,8 +79,10 @@ class Profile:
                 )
             return _deepspeed_engine(read_deepspeed(self.deepspeed_path))
         if kind == "FSDP":
-            parallelism = self.content.get("parallelism_config") or {}
-            reshard = (self.content.get("fsdp_config") or {}).get("fsdp_reshard_after_forward", True)
+            parallelism, fsdp = self.content.get("parallelism_config") or {}, self.content.get("fsdp_config") or {}
+            if fsdp.get("fsdp_version") != 2:
+                raise ConfigError(FSDP1, where=f"{self.path} (fsdp_config.fsdp_version)", hint="set fsdp_version: 2")
+            reshard = fsdp.get("fsdp_reshard_after_forward", True)
             return _fsdp_engine(reshard, parallelism.get("parallelism_config_dp_replicate_size", 1))
         if kind == "MULTI_GPU":
             return "ddp"
@@ -114,17 +119,33 @@ def find_profile(name: str) -> Profile:
         hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
         raise ConfigError(f"unknown profile {name}", where="--profiles", hint=hint)
     profile = Profile(path.stem, path.resolve())
-    _ = profile.engine  # a profile that cannot be understood is refused here, not after the launch
+    try:  # a profile that cannot be understood is refused here, not after the launch
+        engine = profile.engine
+    except (AttributeError, TypeError, ValueError) as error:
+        raise ConfigError(f"profile {profile.name} is malformed: {error}", where=str(profile.path)) from None
+    if engine not in ENGINES:
+        raise ConfigError(
+            f"engine {engine} is not supported", where=str(profile.path), hint="known: " + ", ".join(ENGINES)
+        )
     return profile
 
 
 def requested_engine(environment: Mapping[str, str]) -> str:
     """The engine that the variables exported by `accelerate launch` (or torchrun, or nothing) ask for."""
     if environment.get("ACCELERATE_USE_DEEPSPEED") == "true":
-        return _deepspeed_engine(read_deepspeed(Path(environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE", ""))))
+        named = environment.get("ACCELERATE_DEEPSPEED_CONFIG_FILE")
+        if not named:
+            raise ConfigError(
+                "ACCELERATE_USE_DEEPSPEED is set, but no DeepSpeed file is named",
+                where="environment",
+                hint="launch with accelerate launch --config_file, or unset it",
+            )
+        return _deepspeed_engine(read_deepspeed(Path(named)))
     if environment.get("ACCELERATE_USE_FSDP") == "true":
         if environment.get("FSDP_VERSION") != "2":
-            raise ConfigError("FSDP1 is not supported", hint="set fsdp_config.fsdp_version: 2 in the accelerate YAML")
+            raise ConfigError(
+                FSDP1, where="environment (FSDP_VERSION)", hint="set fsdp_config.fsdp_version: 2 in the accelerate YAML"
+            )
         replicas = int(environment.get("PARALLELISM_CONFIG_DP_REPLICATE_SIZE", "1"))
         return _fsdp_engine(environment.get("FSDP_RESHARD_AFTER_FORWARD", "true") == "true", replicas)
     return "ddp" if "LOCAL_RANK" in environment else "single"
@@ -143,33 +164,16 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
     return content
 
 
-def bind_deepspeed(
-    path: Path,
-    *,
-    per_device_batch_size: int,
-    gradient_accumulation_steps: int,
-    max_grad_norm: float | None,
-    fp16: bool,
-    world_size: int,
-) -> dict[str, Any]:
+def bind_deepspeed(path: Path, config: RunConfig, world_size: int, *, half: bool = True) -> dict[str, Any]:
     """The JSON with everything that the run config owns filled in, the same for both modes.
 
-    `max_grad_norm` None becomes 0.0: DeepSpeed reads a missing gradient_clipping as 1.0.
-    Raises ConfigError where the file pins another value than the run config.
+    `max_grad_norm` null becomes 0.0: DeepSpeed reads a missing gradient_clipping as 1.0. `half` False switches half
+    precision off, for a machine without GPUs. Raises ConfigError where the file pins another value.
     """
     content = read_deepspeed(path)
-    owned = dict(
-        zip(
-            BATCH_KEYS,
-            (
-                per_device_batch_size * gradient_accumulation_steps * world_size,
-                per_device_batch_size,
-                gradient_accumulation_steps,
-                max_grad_norm or 0.0,
-            ),
-            strict=True,
-        )
-    )
+    batch, accumulation = config.data.per_device_batch_size, config.train.gradient_accumulation_steps
+    values = (batch * accumulation * world_size, batch, accumulation, config.train.max_grad_norm or 0.0)
+    owned = dict(zip(BATCH_KEYS, values, strict=True))
     for key, value in owned.items():
         pinned = content.get(key, "auto")
         if pinned not in ("auto", value):
@@ -178,8 +182,10 @@ def bind_deepspeed(
                 where=f"{path} ({key})",
                 hint=f'set "{key}": "auto", the run config owns it',
             )
-    fp16_section = {**content.get("fp16", {}), "enabled": fp16}
-    return {**content, **owned, "fp16": fp16_section}
+    precisions = {
+        name: {**content.get(name, {}), "enabled": half and config.train.precision == name} for name in ("fp16", "bf16")
+    }
+    return {**content, **owned, **precisions}
 
 
 def observed_deepspeed(engine: Any) -> dict[str, Any]:

@@ -31,8 +31,14 @@ def read_json(path: Path) -> Any | None:
     """Content of a JSON file, or None where it is missing or not whole."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, json.JSONDecodeError):
+    except (OSError, ValueError):
         return None
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a run's folder, or None where there is no whole one."""
+    record = read_json(folder / RECORD_FILE)
+    return record if isinstance(record, dict) and record.get("outcome") in OUTCOMES else None
 
 
 def failed_record(outcome: str, reason: str, *, log_tail: list[str] | None = None, **fields: Any) -> dict[str, Any]:

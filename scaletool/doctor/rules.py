@@ -25,6 +25,10 @@ SEEDS = 2**32
 """numpy takes seeds below this."""
 
 
+MANY, MOST_WORKERS = 2**20, 256
+"""Far beyond what a GPU or a node can use: a slip of the finger, which would fill the memory."""
+
+
 @dataclass(frozen=True)
 class Finding:
     """What a rule says about one key of a config."""
@@ -77,6 +81,10 @@ def _at_least(low: int) -> Callable[[Any], bool]:
     return lambda value: value >= low
 
 
+def _within(low: int, high: int) -> Callable[[Any], bool]:
+    return lambda value: low <= value <= high
+
+
 def _or_null(allowed: Callable[[Any], bool]) -> Callable[[Any], bool]:
     return lambda value: value is None or allowed(value)
 
@@ -90,10 +98,10 @@ NO_CLIPPING = "give a positive norm, or null for no clipping"
 BOUNDS: list[tuple[str, Callable[[Any], bool], str, str]] = [
     # key, allowed, what it must be, fix ("" where the first says it all)
     ("model.dropout_rate", lambda value: 0 <= value < 1, "at least 0 and below 1", "T5 fine-tuning uses 0.1"),
-    ("data.max_source_tokens", _at_least(2), "at least 2", "one token is the end mark"),
-    ("data.max_target_tokens", _at_least(2), "at least 2", "one token is the end mark"),
-    ("data.per_device_batch_size", _at_least(1), "at least 1", ""),
-    ("data.num_workers", _at_least(0), "at least 0", "0 loads in the training process"),
+    ("data.max_source_tokens", _within(2, MANY), f"from 2 to {MANY}", "one token is the end mark"),
+    ("data.max_target_tokens", _within(2, MANY), f"from 2 to {MANY}", "one token is the end mark"),
+    ("data.per_device_batch_size", _within(1, MANY), f"from 1 to {MANY}", ""),
+    ("data.num_workers", _within(0, MOST_WORKERS), f"from 0 to {MOST_WORKERS}", "0 loads in the training process"),
     ("data.seed", lambda value: 0 <= value < SEEDS, "from 0 to 2^32 - 1", ""),
     ("train.max_steps", _or_null(_at_least(1)), "null or at least 1", "null trains for train.epochs"),
     ("train.epochs", _at_least(1), "at least 1", "for less than one pass use train.max_steps"),
@@ -151,8 +159,8 @@ def _tokenizer_path(run: RunConfig) -> Iterator[Problem]:
 @rule("tokenizer-vocab-size")
 def _vocab_size(run: RunConfig) -> Iterator[Problem]:
     size = run.tokenizer.vocab_size
-    if run.tokenizer.kind == "train" and size < 300:
-        message = f"tokenizer.vocab_size is {size}, too few pieces for the characters of a text"
+    if run.tokenizer.kind == "train" and not 300 <= size <= MANY:
+        message = f"tokenizer.vocab_size is {size}, it must be from 300 to {MANY}"
         yield "tokenizer.vocab_size", message, "use 300 or more, or tokenizer.kind: bytes"
 
 

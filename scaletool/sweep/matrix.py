@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
-from scaletool.profiles import Profile, find_profile
+from scaletool.profiles import Profile, bind_deepspeed, find_profile
 
 MODES = ("custom", "trainer")
 SCALINGS = ("weak", "strong")
@@ -32,8 +32,8 @@ class Cell:
 def parse_counts(text: str) -> list[int]:
     """`1,2,4` as process counts. Raises ConfigError for anything else."""
     counts: list[int] = []
-    for part in _split(text, "--gpus"):
-        if not part.isdecimal() or int(part) < 1:
+    for part in split_list(text, "--gpus"):
+        if not (part.isascii() and part.isdecimal()) or int(part) < 1:
             raise ConfigError(
                 f"--gpus {text}: {part!r} is not a process count", hint="give counts from 1: --gpus 1,2,4"
             )
@@ -42,7 +42,7 @@ def parse_counts(text: str) -> list[int]:
 
 
 def parse_names(text: str, option: str, allowed: Sequence[str]) -> list[str]:
-    names = _split(text, option)
+    names = split_list(text, option)
     for name in names:
         if name not in allowed:
             raise ConfigError(f"{option} {text}: unknown {name!r}", hint="known: " + ", ".join(allowed))
@@ -59,7 +59,7 @@ def make_cells(
         batches = _batch_sizes(gpus, scaling, config)
         for profile in found:
             for count in gpus:
-                _refuse_hsdp_count(profile, count)
+                _refuse_unfit(profile, count, batches[count], config)
                 cells += [Cell(profile, mode, count, scaling, batches[count]) for mode in modes]
     names = [cell.name for cell in cells]
     if len(set(names)) != len(names):
@@ -72,7 +72,8 @@ def round_order(cells: Sequence[Cell], round_number: int) -> list[Cell]:
     return list(cells) if round_number % 2 else list(reversed(cells))
 
 
-def _split(text: str, option: str) -> list[str]:
+def split_list(text: str, option: str) -> list[str]:
+    """The parts between commas. Raises ConfigError for none, or for one that stands twice."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if not parts:
         raise ConfigError(f"{option} is empty", hint=f"name at least one, separated by commas: {option} a,b")
@@ -106,7 +107,10 @@ def _batch_sizes(gpus: Sequence[int], scaling: str, config: RunConfig) -> dict[i
     return {count: examples // count for count in gpus}
 
 
-def _refuse_hsdp_count(profile: Profile, count: int) -> None:
+def _refuse_unfit(profile: Profile, count: int, batch: int, config: RunConfig) -> None:
+    """What the worker would refuse after a launch is refused before the first."""
+    if profile.deepspeed_path:
+        bind_deepspeed(profile.deepspeed_path, config.replace(data__per_device_batch_size=batch), count)
     if profile.engine == "hsdp" and (count < SMALLEST_HSDP or count % 2):
         raise ConfigError(
             f"profile {profile.name} needs an even count of at least {SMALLEST_HSDP}: 2 replicas x shards; got {count}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import re
 import shutil
@@ -10,18 +11,19 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from scaletool import __version__
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
-from scaletool.record import CPU_STAMP, RECORD_FILE, SCHEMA, failed_record, read_json, write_json
+from scaletool.record import CPU_STAMP, RECORD_FILE, SCHEMA, failed_record, read_json, read_record, write_json
 from scaletool.sweep.command import Launch, Machine, cell_config, full_environment, launch_line
 from scaletool.sweep.executors import Ended, Executor
 from scaletool.sweep.matrix import Cell, round_order
 
 SWEEP_FILE = "sweep.json"
 LOG_FILE = "stderr.log"
+LOCK_FILE = ".lock"
 LOG_TAIL_LINES = 50
 ERROR_LINE = re.compile(r"(error:|[\w.]*(Error|Exception)\b)(?!.*ChildFailedError)")
 """A line that names what went wrong; the first one counts, torch's launcher adds its own below."""
@@ -80,16 +82,25 @@ def refuse_oversubscribed_gpus(cells: tuple[Cell, ...], machine: Machine) -> Non
         )
 
 
-def open_folder(sweep: Sweep, *, resume: bool) -> None:
-    """Write sweep.json. Raises ConfigError for a used folder without --resume, or another plan with it."""
+def open_folder(sweep: Sweep, *, resume: bool) -> IO[bytes]:
+    """Write sweep.json and return the folder's lock, held until it is closed. Raises ConfigError for a used folder
+    without --resume, another plan with it, or a folder that another sweep is writing to."""
     path = sweep.out / SWEEP_FILE
-    earlier = read_json(path)
     if sweep.out.exists() and not sweep.out.is_dir():
         raise ConfigError(f"{sweep.out} is a file", where="--out")
     if not resume and sweep.out.is_dir() and any(sweep.out.iterdir()):
         raise ConfigError(
             f"{sweep.out} is not empty", where="--out", hint="give --resume to finish it, or another --out"
         )
+    sweep.out.mkdir(parents=True, exist_ok=True)
+    lock = (sweep.out / LOCK_FILE).open("wb")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        raise ConfigError(
+            f"another sweep is writing to {sweep.out}", where="--out", hint="wait for it to end"
+        ) from None
+    earlier = read_json(path)
     plan = json.loads(json.dumps(sweep.plan()))
     if earlier is not None:
         differing = sorted(_differences(earlier["plan"], plan))
@@ -106,6 +117,7 @@ def open_folder(sweep: Sweep, *, resume: bool) -> None:
     content = {"schema": SCHEMA, "scaletool": __version__, "started": started, "machine": machine, "plan": plan}
     order = [f"{cell.name}/r{number}" for number, cell in sweep.schedule()]
     write_json(path, {**content, "order": order})
+    return lock
 
 
 def run_sweep(
@@ -118,7 +130,7 @@ def run_sweep(
     """Launch what has no `ok` record yet. A failed cell never stops the others."""
     for number, cell in sweep.schedule():
         folder = sweep.folder(cell, number)
-        earlier = read_json(folder / RECORD_FILE)
+        earlier = read_record(folder)
         if earlier is None or earlier["outcome"] != "ok":
             before_cell(cell, number)
             record = launch(cell, sweep.config, folder, sweep.machine, executor, measured=True)
@@ -147,7 +159,7 @@ def launch(
         config.measure.timeout_seconds if measured else 1e9,
         not measured,
     )
-    record: dict[str, Any] | None = read_json(folder / RECORD_FILE)
+    record = read_record(folder)
     if record is None or record["outcome"] != "ok":
         record = explain_failure(folder, ended, record, config.measure.timeout_seconds)
         if not machine.gpu_names:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletool.errors import ConfigError
-from scaletool.record import RECORD_FILE, SCHEMA, read_json
+from scaletool.record import SCHEMA, read_json, read_record
 from scaletool.sweep.attribution import missing_speed, wait_shares
 from scaletool.sweep.run import SWEEP_FILE
 from scaletool.sweep.stats import Estimate, estimate, measured_steps, rates, ratio
@@ -20,13 +20,13 @@ Records = dict[int, dict[str, Any]]
 def load_records(out: Path) -> tuple[dict[str, Any], dict[str, Records]]:
     """(sweep.json, records by cell and round) of a sweep folder. Raises ConfigError where there is none."""
     sweep = read_json(out / SWEEP_FILE)
-    if sweep is None:
+    if not isinstance(sweep, dict) or "plan" not in sweep:
         raise ConfigError(f"{out} holds no sweep: no readable {SWEEP_FILE}", hint="give the --out folder of a sweep")
     records: dict[str, Records] = {}
     for name in sweep["plan"]["cells"]:
-        rounds = sorted((out / "cells" / name).glob("r*"), key=lambda path: int(path.name[1:]))
-        found = {int(path.name[1:]): record for path in rounds if (record := read_json(path / RECORD_FILE))}
-        records[name] = found
+        folders = [path for path in (out / "cells" / name).glob("r*") if path.name[1:].isdecimal()]
+        numbered = sorted((int(path.name[1:]), path) for path in folders)
+        records[name] = {number: record for number, path in numbered if (record := read_record(path))}
     return sweep, records
 
 

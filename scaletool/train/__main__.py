@@ -23,12 +23,12 @@ def main() -> int:
     try:
         loaded = load_config(arguments.config, [*arguments.set, *mode])
         refuse_errors(loaded)
+        from scaletool.train.run import execute  # torch and transformers are loaded only for a config that can run
+
+        return execute(loaded.run)
     except ScaletoolError as error:
         print(f"error: {error}", file=sys.stderr)
         return error.exit_status
-    from scaletool.train.run import execute  # torch and transformers are loaded only for a config that can run
-
-    return execute(loaded.run)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5ForConditionalGeneration, set_seed
 
 from scaletool.config import RunConfig
@@ -26,6 +27,9 @@ SIZES: dict[str, dict[str, Any]] = {
     "v1_1-xl": {"d_model": 2048, "d_ff": 5120, "d_kv": 64, "num_heads": 32, "num_layers": 24},
 }
 """Shapes of the published checkpoints (their config.json); tiny is for tests."""
+
+FAMILY = ("t5", "mt5", "umt5")
+"""Model types of the T5 family (flan and ByT5 are t5): the same start mark, shift and blocks."""
 
 HUB_IDS = {
     **{name: f"google-t5/t5-{name}" for name in ("small", "base", "large", "3b")},
@@ -71,8 +75,9 @@ def _sized_config(name: str, tokenizer: Any) -> T5Config:
 def _pretrained(name: str) -> torch.nn.Module:
     try:
         # dtype "auto", the default, would load half-precision weights that the fp16 scaler refuses to unscale.
+        _checkpoint_config(name)
         return AutoModelForSeq2SeqLM.from_pretrained(name, dtype=torch.float32)
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         raise ConfigError(
             f"model {name} cannot be loaded: {error}",
             where="model.name",
@@ -85,12 +90,16 @@ def _checkpoint_config(name: str) -> Any:
         config = AutoConfig.from_pretrained(name)
         # What an untied checkpoint's file said survives only in this flag of transformers 5.
         config.tie_word_embeddings = getattr(config, "scale_decoder_outputs", config.tie_word_embeddings)
-        return config
     except (OSError, ValueError) as error:
         kind = "folder" if Path(name).exists() else "name"
         raise ConfigError(
             f"model {kind} {name} is not known: {error}", where="model.name", hint="sizes: " + ", ".join(SIZES)
         ) from None
+    if config.model_type not in FAMILY:
+        raise ConfigError(
+            f"model {name} is a {config.model_type}", where="model.name", hint="known: " + ", ".join(FAMILY)
+        )
+    return config
 
 
 def _check_vocabulary(model: Any, tokenizer: Any, name: str) -> None:

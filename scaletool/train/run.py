@@ -18,7 +18,7 @@ import torch.distributed as dist
 import transformers
 
 from scaletool.config import RunConfig
-from scaletool.errors import RunError, ScaletoolError
+from scaletool.errors import ConfigError, RunError, ScaletoolError
 from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, shown, write_json
 from scaletool.train import cpu_engines, observe
 from scaletool.train.data.batches import ShardSampler, make_loader
@@ -30,7 +30,9 @@ from scaletool.train.model import build_model
 from scaletool.train.precision import loss_scale, refuse_unfit_gpu, start_loss_scale
 from scaletool.train.steps import Plan, make_plan
 from scaletool.train.validate import Validation
-from scaletool.train.world import World, bind_engine, cache_folder, read_world
+from scaletool.train.world import World, bind_engine, cache_folder, own_rank, read_world, world_size
+
+SECONDS_FOR_RANK_0 = 3.0
 
 
 @dataclass
@@ -143,7 +145,10 @@ class Run:
 def build(config: RunConfig, world: World, out: Path) -> Run:
     """Data, plan, model and loader of this rank. Raises ConfigError for data or a model that cannot be used."""
     cache = cache_folder(config)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{cache} cannot be written to: {error}", where="data.cache_dir") from None
     tokenizer = load_tokenizer(config, cache)
     data, held_out = load_data(config, cache, tokenizer)
     plan = make_plan(len(data), world.world_size, config)
@@ -185,12 +190,12 @@ def build(config: RunConfig, world: World, out: Path) -> Run:
 def execute(config: RunConfig) -> int:
     """Run to the end, leave a record whatever happens, and return the exit status."""
     _quiet_libraries()
-    world = read_world(config)
-    out = Path(config.train.output_dir or default_output_dir())
+    rank = own_rank()
+    out = _open_output_dir(config, rank)
     config = config.replace(train__output_dir=str(out))
-    out.mkdir(parents=True, exist_ok=True)
     run: Run | None = None
     try:
+        world = read_world(config)
         refuse_unfit_gpu(config)
         cpu_engines.enable()
         bind_engine(config, world, has_gpu=torch.cuda.is_available())
@@ -206,7 +211,7 @@ def execute(config: RunConfig) -> int:
             dist.barrier()
         return 0
     except Exception as error:
-        return _fail(error, world, out, run)
+        return _fail(error, rank, out, run)
 
 
 def default_output_dir() -> str:
@@ -221,20 +226,46 @@ def say(text: str) -> None:
     sys.stderr.flush()
 
 
-def _fail(error: Exception, world: World, out: Path, run: Run | None) -> int:
+def _open_output_dir(config: RunConfig, rank: int) -> Path:
+    """Make the folder and clear what an earlier run left of the files that would be taken for this one's."""
+    out = Path(config.train.output_dir or default_output_dir())
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+        stale = [out / FAILURE_FILE.format(rank=rank), out / f"samples.rank{rank}.jsonl"]
+        if rank == 0:
+            stale += [
+                out / RECORD_FILE,
+                *(path for path in out.glob("*.rank*.json*") if _rank_of(path) >= world_size()),
+            ]
+        for path in stale:
+            path.unlink(missing_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{out} cannot be written to: {error}", where="train.output_dir") from None
+    return out
+
+
+def _rank_of(path: Path) -> int:
+    number = path.name.split(".rank")[1].split(".")[0]
+    return int(number) if number.isdecimal() else -1
+
+
+def _fail(error: Exception, rank: int, out: Path, run: Run | None) -> int:
     """Record the failure: record.json on rank 0, failure.rank<k>.json on every rank, for the driver to read."""
     expected = isinstance(error, ScaletoolError)
     status = error.exit_status if isinstance(error, ScaletoolError) else 3
     outcome, text = _classify(error), str(error) or type(error).__name__
     trace = None if expected else traceback.format_exc()
-    failure = {"outcome": outcome, "reason": text, "rank": world.rank, "exit_status": status, "traceback": trace}
-    write_json(out / FAILURE_FILE.format(rank=world.rank), failure)
-    if world.is_main or not expected:
-        say(f"error: {text}" if expected else f"rank {world.rank}: {outcome}\n{trace}")
-    if world.is_main:
+    failure = {"outcome": outcome, "reason": text, "rank": rank, "exit_status": status, "traceback": trace}
+    write_json(out / FAILURE_FILE.format(rank=rank), failure)
+    if rank == 0:
         partial = run.record if run else {}
         fields = {key: value for key, value in partial.items() if key not in ("outcome", "reason")}
         write_json(out / RECORD_FILE, failed_record(outcome, text, **{**fields, "exit_status": status}))
+    elif expected:
+        # The launcher stops all ranks at the first exit: rank 0 gets the time to say, once, what all ranks found.
+        time.sleep(SECONDS_FOR_RANK_0)
+    if rank == 0 or not expected or not (out / FAILURE_FILE.format(rank=0)).exists():
+        say(f"error: {text}" if expected else f"rank {rank}: {outcome}\n{trace}")
     return status
 
 

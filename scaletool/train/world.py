@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from scaletool.config import RunConfig
+from scaletool.errors import ConfigError
 from scaletool.profiles import bind_deepspeed, requested_engine
 
 DEEPSPEED_FILE = "ACCELERATE_DEEPSPEED_CONFIG_FILE"
@@ -34,14 +35,30 @@ class World:
 
 def read_world(config: RunConfig) -> World:
     """Read the launcher's variables. Raises ConfigError for an engine that is not supported."""
-    environment = os.environ
     return World(
-        rank=int(environment.get("RANK", "0")),
-        local_rank=int(environment.get("LOCAL_RANK", "0")),
-        world_size=int(environment.get("WORLD_SIZE", "1")),
-        engine=requested_engine(environment),
+        rank=own_rank(),
+        local_rank=_number("LOCAL_RANK", 0),
+        world_size=world_size(),
+        engine=requested_engine(os.environ),
         contradictions=tuple(_contradictions(config)),
     )
+
+
+def own_rank() -> int:
+    """This process's rank; 0 without a launcher."""
+    return _number("RANK", 0)
+
+
+def world_size() -> int:
+    """Number of processes by the launcher's word; 1 without one."""
+    return _number("WORLD_SIZE", 1)
+
+
+def _number(name: str, default: int) -> int:
+    text = os.environ.get(name, str(default))
+    if not text.isdecimal():
+        raise ConfigError(f"{name} is {text!r}, expected a number", where="environment", hint=f"unset {name}")
+    return int(text)
 
 
 def _contradictions(config: RunConfig) -> list[str]:
@@ -76,16 +93,8 @@ def bind_engine(config: RunConfig, world: World, *, has_gpu: bool) -> None:
     DeepSpeed: the JSON with batch, accumulation, clipping and precision filled in takes the file's place
     (both libraries accept it base64-encoded). Others: the precision, where no launcher exported one.
     """
-    fp16 = config.train.precision == "fp16" and has_gpu
     if DEEPSPEED_FILE in os.environ:
-        bound = bind_deepspeed(
-            Path(os.environ[DEEPSPEED_FILE]),
-            per_device_batch_size=config.data.per_device_batch_size,
-            gradient_accumulation_steps=config.train.gradient_accumulation_steps,
-            max_grad_norm=config.train.max_grad_norm,
-            fp16=fp16,
-            world_size=world.world_size,
-        )
+        bound = bind_deepspeed(Path(os.environ[DEEPSPEED_FILE]), config, world.world_size, half=has_gpu)
         os.environ[DEEPSPEED_FILE] = base64.urlsafe_b64encode(json.dumps(bound).encode()).decode()
     elif PRECISION not in os.environ:
         os.environ[PRECISION] = "no" if config.train.precision == "fp32" else config.train.precision

@@ -240,14 +240,10 @@ class ReadKeys(dict[str, Any]):
 
 def bound(name: str, *, fp16: bool = True, max_grad_norm: float | None = 1.0) -> dict[str, Any]:
     """The JSON as the worker hands it to DeepSpeed, for one process."""
-    return profiles.bind_deepspeed(
-        profiles.shipped("ds_configs") / f"{name}.json",
-        per_device_batch_size=8,
-        gradient_accumulation_steps=2,
-        max_grad_norm=max_grad_norm,
-        fp16=fp16,
-        world_size=1,
+    run = RunConfig().replace(
+        data__per_device_batch_size=8, train__gradient_accumulation_steps=2, train__max_grad_norm=max_grad_norm
     )
+    return profiles.bind_deepspeed(profiles.shipped("ds_configs") / f"{name}.json", run, 1, half=fp16)
 
 
 def deepspeed_config(content: dict[str, Any]) -> Any:

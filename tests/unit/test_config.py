@@ -96,7 +96,6 @@ def test_set_without_a_value() -> None:
         ("data.train", "[]", "expected a text or a list of texts"),
         ("data.train", "[1]", "expected a text or a list of texts"),
         ("data.train", "3", "expected a text or a list of texts"),
-        ("data.source", "[a]", "expected a text"),
     ],
 )
 def test_wrong_type(tmp_path: Path, key: str, value: str, expected: str) -> None:

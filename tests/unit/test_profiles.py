@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 from scaletool.profiles import (
     ENGINES,
@@ -20,7 +21,12 @@ from scaletool.profiles import (
     shipped,
 )
 
-NODE: dict[str, Any] = {"per_device_batch_size": 8, "gradient_accumulation_steps": 2, "fp16": True, "world_size": 4}
+WORLD_SIZE = 4
+NODE = RunConfig().replace(data__per_device_batch_size=8, train__gradient_accumulation_steps=2)
+
+
+def bind(path: Path, max_grad_norm: float | None = 1.0, *, half: bool = True) -> dict[str, Any]:
+    return bind_deepspeed(path, NODE.replace(train__max_grad_norm=max_grad_norm), WORLD_SIZE, half=half)
 
 
 def profile(folder: Path, **content: Any) -> Profile:
@@ -53,10 +59,17 @@ def test_name_of_a_shipped_profile_is_its_engine(name: str) -> None:
     ("content", "engine"),
     [
         ({"distributed_type": "MULTI_GPU"}, "ddp"),
-        ({"distributed_type": "FSDP"}, "fsdp"),
-        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_reshard_after_forward": False}}, "fsdp_grad_op"),
+        ({"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2}}, "fsdp"),
         (
-            {"distributed_type": "FSDP", "parallelism_config": {"parallelism_config_dp_replicate_size": 2}},
+            {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 2, "fsdp_reshard_after_forward": False}},
+            "fsdp_grad_op",
+        ),
+        (
+            {
+                "distributed_type": "FSDP",
+                "fsdp_config": {"fsdp_version": 2},
+                "parallelism_config": {"parallelism_config_dp_replicate_size": 2},
+            },
             "hsdp",
         ),
     ],
@@ -175,7 +188,7 @@ def test_hybrid_shards_follow_the_process_count() -> None:
 
 def test_auto_and_missing_keys_are_filled(tmp_path: Path) -> None:
     path = deepspeed_file(tmp_path, {"gradient_clipping": "auto", "train_batch_size": "auto", **zero(2)})
-    bound = bind_deepspeed(path, max_grad_norm=0.5, **NODE)
+    bound = bind(path, 0.5)
     assert bound["train_batch_size"] == 64
     assert bound["gradient_accumulation_steps"] == 2
     assert bound["gradient_clipping"] == 0.5
@@ -184,20 +197,20 @@ def test_auto_and_missing_keys_are_filled(tmp_path: Path) -> None:
 
 
 def test_no_clipping_is_written_out(tmp_path: Path) -> None:
-    bound = bind_deepspeed(deepspeed_file(tmp_path, {}), max_grad_norm=None, **NODE)
+    bound = bind(deepspeed_file(tmp_path, {}), None)
     assert bound["gradient_clipping"] == 0.0  # a missing key would be read as 1.0
 
 
 @pytest.mark.parametrize("fp16", [True, False])
 def test_half_precision_is_switched_and_its_scale_kept(fp16: bool, tmp_path: Path) -> None:
     path = deepspeed_file(tmp_path, {"fp16": {"enabled": "auto", "initial_scale_power": 12}})
-    bound = bind_deepspeed(path, max_grad_norm=1.0, **{**NODE, "fp16": fp16})
+    bound = bind(path, half=fp16)
     assert bound["fp16"] == {"enabled": fp16, "initial_scale_power": 12}
 
 
 def test_pinned_to_the_same_value_is_fine(tmp_path: Path) -> None:
     path = deepspeed_file(tmp_path, {"gradient_accumulation_steps": 2, "gradient_clipping": 1})
-    assert bind_deepspeed(path, max_grad_norm=1.0, **NODE)["gradient_accumulation_steps"] == 2
+    assert bind(path, 1.0)["gradient_accumulation_steps"] == 2
 
 
 @pytest.mark.parametrize(
@@ -206,14 +219,14 @@ def test_pinned_to_the_same_value_is_fine(tmp_path: Path) -> None:
 def test_pinned_to_another_value_is_refused(key: str, value: float, tmp_path: Path) -> None:
     path = deepspeed_file(tmp_path, {key: value})
     with pytest.raises(ConfigError, match=f"{key} is {value} in the DeepSpeed config") as caught:
-        bind_deepspeed(path, max_grad_norm=0.5, **NODE)
+        bind(path, 0.5)
     assert str(path) in (caught.value.where or "")
     assert '"auto"' in (caught.value.hint or "")
 
 
 def test_shipped_files_pin_nothing() -> None:
     for path in sorted(shipped("ds_configs").glob("*.json")):
-        assert bind_deepspeed(path, max_grad_norm=0.25, **NODE)["gradient_clipping"] == 0.25
+        assert bind(path, 0.25)["gradient_clipping"] == 0.25
 
 
 # --- the launcher's variables

@@ -144,13 +144,20 @@ def _load(patterns: list[str], key: str, config: RunConfig, cache: Path, tokeniz
     folder = cache / f"tokens-{_digest(settings)}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        if not folder.is_dir():
-            scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
-            try:
-                _tokenise(_source(patterns, key, data), tokenizer, data, scratch)
-                os.replace(scratch, folder)
-            finally:
-                shutil.rmtree(scratch, ignore_errors=True)
+        try:
+            return _read(folder)
+        except (OSError, ValueError, KeyError):  # not there yet, or damaged
+            shutil.rmtree(folder, ignore_errors=True)
+        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        try:
+            _tokenise(_source(patterns, key, data), tokenizer, data, scratch)
+            os.replace(scratch, folder)
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+        return _read(folder)
+
+
+def _read(folder: Path) -> TokenisedData:
     rows = datasets.load_from_disk(str(folder / "rows"))
     lengths = np.load(folder / "lengths.npy")
     skipped = json.loads((folder / "skipped.json").read_text())
