@@ -203,3 +203,15 @@ def test_saved_tokenizer_is_read_by_path(tiny: Make, byte_tokenizer: Any, tmp_pa
     byte_tokenizer.save_pretrained(tmp_path / "saved")
     read = load_tokenizer(tiny(tokenizer__kind="path", tokenizer__path=str(tmp_path / "saved")), tmp_path)
     assert read("é")["input_ids"] == byte_tokenizer("é")["input_ids"]
+
+
+@pytest.mark.parametrize("damage", ["lengths.npy", "skipped.json"])
+def test_a_damaged_cache_is_built_again(damage: str, tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"source": "one", "target": "two"}\n')
+    config = RunConfig().replace(data__train=[str(tmp_path / "a.jsonl")])
+    tokenizer = load_tokenizer(config, tmp_path)
+    first, _ = load_data(config, tmp_path, tokenizer)
+    (entry,) = [path for path in tmp_path.glob("tokens-*") if path.is_dir()]
+    (entry / damage).write_bytes(b"x")
+    again, _ = load_data(config, tmp_path, tokenizer)
+    assert again.rows[:] == first.rows[:]

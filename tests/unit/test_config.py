@@ -220,3 +220,24 @@ def test_replace_leaves_the_original_alone() -> None:
     changed = run.replace(train__mode="trainer", data__seed=3)
     assert (changed.train.mode, changed.data.seed, changed.model) == ("trainer", 3, run.model)
     assert run == RunConfig()
+
+
+def test_set_takes_texts_as_they_are() -> None:
+    run = load_config(None, ["data.source=summarize: {article}", "data.target={summary}", "tokenizer.path=null"]).run
+    assert run.data.source == "summarize: {article}"
+    assert run.data.target == "{summary}"
+    assert run.tokenizer.path is None
+
+
+@pytest.mark.parametrize("text", ["max_steps: !!python/name:os.system", "max_steps: 2020-13-45", "max_steps: &x [*x]"])
+def test_values_that_yaml_cannot_build(text: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(f"train:\n  {text}\n")
+    with pytest.raises(ConfigError, match=r"max_steps") as caught:
+        load_config(path)
+    assert "run.yaml:2" in str(caught.value)
+
+
+def test_senseless_numbers_are_refused() -> None:
+    with pytest.raises(ConfigError, match="beyond any sensible count"):
+        load_config(None, ["train.max_steps=100000000000000000000"])

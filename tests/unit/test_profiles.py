@@ -267,3 +267,18 @@ def test_requested_engine_reads_the_deepspeed_file(tmp_path: Path) -> None:
 def test_engine_that_cannot_be(environment: dict[str, str]) -> None:
     with pytest.raises(ConfigError):
         requested_engine(environment)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": [1]},
+        {"distributed_type": "DEEPSPEED", "deepspeed_config": {"deepspeed_config_file": 3}},
+        {"distributed_type": "FSDP", "fsdp_config": [1]},
+        {"distributed_type": "FSDP", "fsdp_config": {"fsdp_version": 1}},
+        {"distributed_type": "TPU"},
+    ],
+)
+def test_unusable_profiles_are_user_errors(content: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        find_profile(str(profile(tmp_path, **content).path))

@@ -185,3 +185,21 @@ def test_launch_lines_are_the_real_ones(tmp_path: Path) -> None:
     assert "ds_configs/zero2.json" in lines[2]
     assert lines[2].startswith("OMP_NUM_THREADS=1 ")
     assert not (tmp_path / "cells").exists()
+
+
+def test_two_sweeps_never_share_a_folder(tmp_path: Path) -> None:
+    with open_folder(plan(tmp_path), resume=True), pytest.raises(ConfigError, match="another sweep is writing"):
+        open_folder(plan(tmp_path), resume=True)
+    open_folder(plan(tmp_path), resume=True).close()
+
+
+def test_damaged_results_are_measured_again(tmp_path: Path) -> None:
+    go(plan(tmp_path), worker())
+    (tmp_path / "cells/ddp-custom-weak-1gpu/r1/record.json").write_text("{}")
+    (tmp_path / "cells/ddp-custom-weak-1gpu/rfoo").mkdir()
+    again = worker()
+    go(plan(tmp_path), again, resume=True)
+    assert len(again.launched) == 1
+    (tmp_path / "sweep.json").write_bytes(b"\xff[]")
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        write_reports(tmp_path)
