@@ -18,7 +18,7 @@ from scaletool.sweep.stats import measured_steps, rates
 from scaletool.sweep.summary import Records, load_records, summarise
 
 FORMATS = ("html", "md", "csv", "png")
-HEADINGS = ("gpus", "profile", "mode", "scaling", "samples/s", "real tok/s", "speedup", "efficiency", "data", "note")
+HEADINGS = ("gpus", "profile", "mode", "scaling", "samples/s", "real tok/s", "speedup", "eff.", "data", "note")
 CSV_COLUMNS = (
     *("cell", "round", "gpus", "profile", "mode", "scaling", "outcome", "step_seconds_median", "samples_per_second"),
     *("real_tokens_per_second", "padded_tokens_per_second", "data_wait_share", "peak_memory_bytes", "skipped_steps"),
@@ -67,9 +67,10 @@ def table_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     for cell in summary["cells"].values():
         bad = [f"{count}x {outcome}" for outcome, count in cell["outcomes"].items() if outcome != "ok"]
         notes = [*bad, *(["oversubscribed"] if cell["oversubscribed"] else [])]
-        figures = [_figure(cell.get(key), 1) for key in ("samples_per_second", "real_tokens_per_second")]
+        samples = cell.get("samples_per_second")
+        figures = [_figure(samples and {**samples, "low": None}, 1), _figure(cell.get("real_tokens_per_second"), 1)]
         speedup, efficiency = cell.get("speedup"), cell.get("efficiency")
-        figures += [_interval(speedup, "{:.2f}"), _interval(efficiency, "{:.0%}")]
+        figures += [_interval(speedup, "{:.2f}"), _interval(efficiency and {**efficiency, "low": None}, "{:.0%}")]
         wait = f"{cell['shares']['data_wait']:.1%}" if "shares" in cell else "-"
         facts = [str(cell["gpus"]), cell["profile"], cell["mode"], cell["scaling"]]
         rows.append([*facts, *figures, wait, ", ".join(notes)])
