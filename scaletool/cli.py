@@ -15,8 +15,8 @@ from scaletool.errors import ConfigError, ScaletoolError
 if TYPE_CHECKING:
     from scaletool.config import LoadedConfig
 
-app = typer.Typer(no_args_is_help=True, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
-configs_app = typer.Typer(no_args_is_help=True, rich_markup_mode=None, help="The shipped profiles.")
+app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
+configs_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(configs_app, name="configs")
 
 RunFile = Annotated[
@@ -52,13 +52,28 @@ def main() -> NoReturn:
 
 
 @app.callback(invoke_without_command=True)
-def root(version: Annotated[bool, typer.Option("--version", help="print the version")] = False) -> None:
+def root(
+    context: typer.Context, version: Annotated[bool, typer.Option("--version", help="print the version")] = False
+) -> None:
     """Train T5 on V100 nodes and measure how its speed grows with the GPU count."""
     if version:
         from scaletool import __version__
 
         print(__version__)
         raise typer.Exit
+    _help_without_command(context)
+
+
+@configs_app.callback()
+def configs(context: typer.Context) -> None:
+    """The shipped profiles."""
+    _help_without_command(context)
+
+
+def _help_without_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        print(context.get_help(), file=sys.stderr)
+        raise typer.Exit(2)
 
 
 @app.command()

@@ -117,7 +117,7 @@ def find_profile(name: str) -> Profile:
         known = profile_names()
         close = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {close[0]}?" if close else "known: " + ", ".join(known)
-        raise ConfigError(f"unknown profile {name}", where="--profiles", hint=hint)
+        raise ConfigError(f"unknown profile {name}", hint=hint)
     profile = Profile(path.stem, path.resolve())
     try:  # a profile that cannot be understood is refused here, not after the launch
         engine = profile.engine

@@ -38,7 +38,10 @@ def read_json(path: Path) -> Any | None:
 def read_record(folder: Path) -> dict[str, Any] | None:
     """The record of a run's folder, or None where there is no whole one."""
     record = read_json(folder / RECORD_FILE)
-    return record if isinstance(record, dict) and record.get("outcome") in OUTCOMES else None
+    if not isinstance(record, dict) or record.get("outcome") not in OUTCOMES:
+        return None
+    needed = ("reason", *(("steps", "window", "ranks", "memory") if record["outcome"] == "ok" else ()))
+    return record if all(key in record for key in needed) else None
 
 
 def failed_record(outcome: str, reason: str, *, log_tail: list[str] | None = None, **fields: Any) -> dict[str, Any]:

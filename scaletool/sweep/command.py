@@ -54,9 +54,23 @@ def probe_machine() -> Machine:
         listed = subprocess.run(["nvidia-smi", "-L"], capture_output=True, text=True, check=False)
         names = [line for line in listed.stdout.splitlines() if line.startswith("GPU ")]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None:
-        names = names[: len([device for device in visible.split(",") if device.strip() not in ("", "-1")])]
-    return Machine(tuple(names), len(os.sched_getaffinity(0)))
+    return Machine(tuple(names if visible is None else _visible(names, visible)), len(os.sched_getaffinity(0)))
+
+
+def _visible(names: list[str], devices: str) -> list[str]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves. Like CUDA it ends at the first entry that names none."""
+    found: list[str] = []
+    for device in map(str.strip, devices.split(",")):
+        if device.isdecimal():
+            matching = names[int(device) : int(device) + 1]
+        elif device.startswith("MIG-"):  # a part of a GPU, which the list of GPUs does not name
+            matching = [device]
+        else:  # a UUID or the beginning of one
+            matching = [name for name in names if device and f"UUID: {device}" in name]
+        if not matching:
+            break
+        found += matching[:1]
+    return found
 
 
 def cell_config(cell: Cell, config: RunConfig, out: Path, *, measured: bool) -> RunConfig:

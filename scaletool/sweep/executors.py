@@ -60,26 +60,27 @@ class LocalExecutor:
         (KeyboardInterrupt above all) ends the launch first."""
         started = time.monotonic()
         timed_out = False
+        copier: threading.Thread | None = None
         with log.open("wb") as stream:
-            process = subprocess.Popen(
-                arguments,
-                env=dict(environment),
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE if echo else stream,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                preexec_fn=_die_with_parent,
-            )
-            copier = _copy(process.stdout, stream) if echo and process.stdout else None
             try:
+                process = subprocess.Popen(
+                    arguments,
+                    env=dict(environment),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE if echo else stream,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    preexec_fn=_die_with_parent,
+                )
+                copier = _copy(process.stdout, stream) if echo and process.stdout else None
                 process.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
                 timed_out = True
             finally:
-                _end(process, environment.get(MARKER, ""))
+                _end(environment[MARKER])
                 if copier:
                     copier.join(GRACE_SECONDS)
-        return Ended(process.returncode, time.monotonic() - started, timed_out)
+        return Ended(process.wait(), time.monotonic() - started, timed_out)
 
 
 class FakeExecutor:
@@ -125,15 +126,14 @@ def _copy(source: IO[bytes], log: IO[bytes]) -> threading.Thread:
     return thread
 
 
-def _end(process: subprocess.Popen[bytes], launch_id: str) -> None:
-    """End the launcher and everything of its launch: SIGTERM, then SIGKILL after a grace time."""
-    left = marked_processes(launch_id)
-    for victim in left:
-        _signal(victim, signal.SIGTERM)
-    psutil.wait_procs(left, timeout=GRACE_SECONDS)
-    for victim in marked_processes(launch_id):
-        _signal(victim, signal.SIGKILL)
-    process.wait()
+def _end(launch_id: str) -> None:
+    """End the launcher and everything of its launch: SIGTERM, then SIGKILL after a grace time, or at once when the
+    user grows impatient. Only looks (psutil's own wait would take the launcher's exit status away from Popen)."""
+    try:
+        _signal_all(launch_id, signal.SIGTERM)
+    finally:
+        # Gone, not only signalled: the next launch needs their GPU memory and their cores.
+        _signal_all(launch_id, signal.SIGKILL)
 
 
 def marked_processes(launch_id: str) -> list[psutil.Process]:
@@ -151,8 +151,13 @@ def marked_processes(launch_id: str) -> list[psutil.Process]:
     return found
 
 
-def _signal(process: psutil.Process, number: int) -> None:
-    try:
-        process.send_signal(number)
-    except psutil.Error:
-        pass  # gone meanwhile
+def _signal_all(launch_id: str, number: int) -> None:
+    """Signal the processes of a launch, and wait up to the grace time until none is left."""
+    for process in marked_processes(launch_id):
+        try:
+            process.send_signal(number)
+        except psutil.Error:
+            pass  # gone meanwhile
+    deadline = time.monotonic() + GRACE_SECONDS
+    while marked_processes(launch_id) and time.monotonic() < deadline:
+        time.sleep(0.05)

@@ -12,6 +12,7 @@ from scaletool.profiles import Profile, bind_deepspeed, find_profile
 MODES = ("custom", "trainer")
 SCALINGS = ("weak", "strong")
 SMALLEST_HSDP = 4  # two replicas of two shards
+MOST_PROCESSES = 4096  # beyond every cluster this is for: a slip of the finger
 
 
 @dataclass(frozen=True)
@@ -33,10 +34,13 @@ def parse_counts(text: str) -> list[int]:
     """`1,2,4` as process counts. Raises ConfigError for anything else."""
     counts: list[int] = []
     for part in split_list(text, "--gpus"):
-        if not (part.isascii() and part.isdecimal()) or int(part) < 1:
+        if not (part.isascii() and part.isdecimal() and len(part) < 10 and 1 <= int(part) <= MOST_PROCESSES):
             raise ConfigError(
-                f"--gpus {text}: {part!r} is not a process count", hint="give counts from 1: --gpus 1,2,4"
+                f"--gpus {text}: {part!r} is not a process count",
+                hint=f"give counts from 1 to {MOST_PROCESSES}: --gpus 1,2,4",
             )
+        if int(part) in counts:
+            raise ConfigError(f"--gpus {text}: {int(part)} is given twice")
         counts.append(int(part))
     return counts
 
@@ -95,7 +99,7 @@ def _batch_sizes(gpus: Sequence[int], scaling: str, config: RunConfig) -> dict[i
     examples = batch * min(gpus)  # per micro-step over all processes; accumulation stays as it is
     wrong = [count for count in gpus if examples % count]
     if wrong:
-        fitting = [str(count) for count in range(1, examples + 1) if examples % count == 0]
+        fitting = [str(count) for count in range(min(gpus), MOST_PROCESSES + 1) if examples % count == 0]
         accumulation = config.train.gradient_accumulation_steps
         raise ConfigError(
             f"strong scaling keeps the global batch of {min(gpus)} GPUs: {batch} x {min(gpus)} x accumulation"

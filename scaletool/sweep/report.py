@@ -19,6 +19,10 @@ from scaletool.sweep.summary import Records, load_records, summarise
 
 FORMATS = ("html", "md", "csv", "png")
 HEADINGS = ("gpus", "profile", "mode", "scaling", "samples/s", "real tok/s", "speedup", "eff.", "data", "note")
+RATIO_HEADINGS = ("gpus", "profile", "scaling", "trainer/custom", "note")
+WRAPPING = ("samples/s", "real tok/s", "speedup", "trainer/custom", "note")
+WIDE = 100
+"""Columns of a terminal that hold the whole table, and of the text where stdout is none."""
 CSV_COLUMNS = (
     *("cell", "round", "gpus", "profile", "mode", "scaling", "outcome", "step_seconds_median", "samples_per_second"),
     *("real_tokens_per_second", "padded_tokens_per_second", "data_wait_share", "peak_memory_bytes", "skipped_steps"),
@@ -49,16 +53,32 @@ def print_table(summary: Mapping[str, Any], title: str) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else 100)
-    table = Table(box=None, pad_edge=False, title=title, title_justify="left", title_style="bold")
-    for heading in HEADINGS:
-        left = heading in ("profile", "mode", "scaling", "note")
-        table.add_column(heading, justify="left" if left else "right", no_wrap=heading != "note")
-    for row in table_rows(summary):
-        table.add_row(*row)
-    console.print(table)
+    console = Console(file=sys.stdout, highlight=False, width=None if sys.stdout.isatty() else WIDE)
+    for name, headings, rows in tables(summary, title):
+        shown_columns = [at for at, heading in enumerate(headings) if heading != "data" or console.width >= WIDE]
+        table = Table(box=None, pad_edge=False, title=name, title_justify="left", title_style="bold")
+        for heading in (headings[at] for at in shown_columns):
+            # Where the terminal is narrow an interval goes below its figure: no figure is cut off.
+            left, wraps = heading in ("profile", "mode", "scaling", "note"), heading in WRAPPING
+            table.add_column(heading, justify="left" if left else "right", no_wrap=not wraps)
+        for row in rows:
+            table.add_row(*(row[at] for at in shown_columns))
+        console.print(table, "")
     for line in [*summary["verdicts"], *summary["stamps"]]:
         console.print(f"- {line}", markup=False, soft_wrap=True)
+
+
+def tables(summary: Mapping[str, Any], title: str) -> list[tuple[str, Sequence[str], list[list[str]]]]:
+    """(title, headings, rows) of every table of a report."""
+    found: list[tuple[str, Sequence[str], list[list[str]]]] = [(title, HEADINGS, table_rows(summary))]
+    ratios = []
+    for entry in summary["mode_ratios"]:
+        note = "oversubscribed" if entry["oversubscribed"] else ""
+        ratio = _interval(entry["trainer/custom"], "{:.3f}")
+        ratios.append([str(entry["gpus"]), entry["profile"], entry["scaling"], ratio, note])
+    if ratios:
+        found.append(("Trainer against custom, in real tokens/s", RATIO_HEADINGS, ratios))
+    return found
 
 
 def table_rows(summary: Mapping[str, Any]) -> list[list[str]]:
@@ -67,8 +87,7 @@ def table_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     for cell in summary["cells"].values():
         bad = [f"{count}x {outcome}" for outcome, count in cell["outcomes"].items() if outcome != "ok"]
         notes = [*bad, *(["oversubscribed"] if cell["oversubscribed"] else [])]
-        samples = cell.get("samples_per_second")
-        figures = [_figure(samples and {**samples, "low": None}, 1), _figure(cell.get("real_tokens_per_second"), 1)]
+        figures = [_figure(cell.get(f"{what}_per_second")) for what in ("samples", "real_tokens")]
         speedup, efficiency = cell.get("speedup"), cell.get("efficiency")
         figures += [_interval(speedup, "{:.2f}"), _interval(efficiency and {**efficiency, "low": None}, "{:.0%}")]
         wait = f"{cell['shares']['data_wait']:.1%}" if "shares" in cell else "-"
@@ -78,9 +97,11 @@ def table_rows(summary: Mapping[str, Any]) -> list[list[str]]:
 
 
 def markdown(sweep: Mapping[str, Any], summary: Mapping[str, Any]) -> str:
-    rows = ["| " + " | ".join(row) + " |" for row in [list(HEADINGS), ["---"] * len(HEADINGS), *table_rows(summary)]]
-    lines = ["# Scaling sweep", "", _subtitle(sweep), "", *rows, "", *(f"- {line}" for line in summary["verdicts"])]
-    return "\n".join([*lines, *(f"- {stamp}" for stamp in summary["stamps"])]) + "\n"
+    lines = ["# Scaling sweep", "", _subtitle(sweep), ""]
+    for title, headings, rows in tables(summary, "Cells"):
+        table = [list(headings), ["---"] * len(headings), *rows]
+        lines += [f"## {title}", "", *("| " + " | ".join(row) + " |" for row in table), ""]
+    return "\n".join([*lines, *(f"- {line}" for line in [*summary["verdicts"], *summary["stamps"]])]) + "\n"
 
 
 def page(sweep: Mapping[str, Any], summary: Mapping[str, Any], picture: bytes) -> str:
@@ -89,7 +110,11 @@ def page(sweep: Mapping[str, Any], summary: Mapping[str, Any], picture: bytes) -
     def cells(row: Sequence[str], tag: str) -> str:
         return "<tr>" + "".join(f"<{tag}>{html.escape(text)}</{tag}>" for text in row) + "</tr>"
 
-    table = cells(HEADINGS, "th") + "".join(cells(row, "td") for row in table_rows(summary))
+    shown_tables = "".join(
+        f"<h2>{html.escape(title)}</h2><div><table>{cells(headings, 'th')}{''.join(cells(row, 'td') for row in rows)}"
+        "</table></div>"
+        for title, headings, rows in tables(summary, "Cells")
+    )
     verdicts = "".join(f"<li>{html.escape(line)}</li>" for line in [*summary["verdicts"], *summary["stamps"]])
     image = base64.b64encode(picture).decode()
     return (
@@ -98,7 +123,7 @@ def page(sweep: Mapping[str, Any], summary: Mapping[str, Any], picture: bytes) -
         "body{font:16px system-ui;max-width:60rem;margin:2rem auto;padding:0 1rem}table{border-collapse:collapse}"
         "td,th{padding:.3em .8em;border-bottom:1px solid #8888;text-align:right;white-space:nowrap}"
         "div{overflow-x:auto}img{max-width:100%;background:#fff}</style>"
-        f"<h1>Scaling sweep</h1><p>{html.escape(_subtitle(sweep))}</p><div><table>{table}</table></div>"
+        f"<h1>Scaling sweep</h1><p>{html.escape(_subtitle(sweep))}</p>{shown_tables}"
         f'<ul>{verdicts}</ul><img alt="throughput against processes" src="data:image/png;base64,{image}"></html>\n'
     )
 
@@ -166,10 +191,10 @@ def _measured(record: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _figure(found: Mapping[str, Any] | None, digits: int) -> str:
+def _figure(found: Mapping[str, Any] | None) -> str:
     if found is None:
         return "-"
-    text = f"{found['median']:.{digits}f}" if found["median"] < 1000 else f"{found['median']:,.0f}"
+    text = f"{found['median']:.1f}" if found["median"] < 1000 else f"{found['median']:,.0f}"
     if found["low"] is None:
         return text
     return f"{text} ±{(found['high'] - found['low']) / 2 / found['median']:.1%}"

@@ -100,7 +100,7 @@ def open_folder(sweep: Sweep, *, resume: bool) -> IO[bytes]:
         raise ConfigError(
             f"another sweep is writing to {sweep.out}", where="--out", hint="wait for it to end"
         ) from None
-    earlier = read_json(path)
+    earlier = read_sweep(sweep.out)
     plan = json.loads(json.dumps(sweep.plan()))
     if earlier is not None:
         differing = sorted(_differences(earlier["plan"], plan))
@@ -118,6 +118,26 @@ def open_folder(sweep: Sweep, *, resume: bool) -> IO[bytes]:
     order = [f"{cell.name}/r{number}" for number, cell in sweep.schedule()]
     write_json(path, {**content, "order": order})
     return lock
+
+
+def read_sweep(out: Path) -> dict[str, Any] | None:
+    """sweep.json of a folder, None where there is none. Raises ConfigError where it is damaged or of another schema."""
+    content: Any = read_json(out / SWEEP_FILE)
+    try:
+        plan = content["plan"] if content else {}
+        whole = (
+            bool(plan) and content["schema"] == SCHEMA and plan["cells"] and plan["config"]["measure"]["rounds"] >= 1
+        )
+    except (KeyError, TypeError):
+        whole = False
+    if whole:
+        return dict(content)
+    if (out / SWEEP_FILE).exists():
+        raise ConfigError(
+            f"{out} holds no sweep that can be read: its {SWEEP_FILE} is damaged, or of another version",
+            hint="sweep again into another --out",
+        )
+    return None
 
 
 def run_sweep(
@@ -171,23 +191,25 @@ def launch(
 def explain_failure(
     folder: Path, ended: Ended, record: dict[str, Any] | None, timeout_seconds: float
 ) -> dict[str, Any]:
-    """The record of a failed launch: the worker's own word, else the first rank that left one, else the log's."""
-    tail = _tail(folder / LOG_FILE)
-    if record is not None:
-        return {**record, "log_tail": tail, "returncode": ended.returncode}
-    fields: dict[str, Any] = {"returncode": ended.returncode, "log_tail": tail, "exit_status": 3}
+    """The record of a failed launch: the time-out (what ranks say while they are stopped is no cause), else the word of
+    the rank that failed first (the others only see their peer gone), else the log's."""
+    lines = _last_lines(folder / LOG_FILE)
+    kept = {key: value for key, value in (record or {}).items() if key not in ("outcome", "reason")}
+    fields = {"exit_status": 3, **kept, "returncode": ended.returncode, "log_tail": lines[-LOG_TAIL_LINES:]}
     if ended.timed_out:
-        return failed_record("timeout", f"no end after {timeout_seconds:g} s; all its processes were stopped", **fields)
-    failures = [failure for path in sorted(folder.glob("failure.rank*.json")) if (failure := read_json(path))]
-    if failures:
-        first = failures[0]
+        reason = f"no end after {timeout_seconds:g} s; all its processes were stopped"
+        return failed_record("timeout", reason, **{**fields, "exit_status": 3})
+    written = sorted(folder.glob("failure.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
+    first = next(filter(None, map(read_json, written)), None)
+    if record is not None and (first is None or first["reason"] == record["reason"]):
+        return failed_record(record["outcome"], record["reason"], **fields)
+    if first is not None:
         fields["exit_status"] = first.get("exit_status", 3)
         return failed_record(first["outcome"], f"rank {first['rank']}: {first['reason']}", **fields)
-    outcome = "oom" if any("out of memory" in text.lower() for text in tail) else "crashed"
+    outcome = "oom" if any("out of memory" in text.lower() for text in lines) else "crashed"
     signal_text = f"killed by signal {-ended.returncode}" if ended.returncode < 0 else f"exit status {ended.returncode}"
-    errors = [text for text in tail if ERROR_LINE.match(text)]
-    last = next(iter(errors), "no error line in its log")
-    return failed_record(outcome, f"launcher {signal_text}, no record left; {last[:200]}", **fields)
+    error = next((text for text in lines if ERROR_LINE.match(text)), "no error line in its log")
+    return failed_record(outcome, f"launcher {signal_text}, no record left; {error[:200]}", **fields)
 
 
 def dry_run_lines(sweep: Sweep) -> list[Launch]:
@@ -198,12 +220,12 @@ def dry_run_lines(sweep: Sweep) -> list[Launch]:
     ]
 
 
-def _tail(path: Path) -> list[str]:
+def _last_lines(path: Path) -> list[str]:
     if not path.is_file():
         return []
     with path.open("rb") as stream:
         stream.seek(max(0, path.stat().st_size - 64_000))
-        return stream.read().decode("utf-8", "replace").splitlines()[-LOG_TAIL_LINES:]
+        return stream.read().decode("utf-8", "replace").splitlines()
 
 
 def _differences(one: Any, other: Any, prefix: str = "") -> Iterator[str]:

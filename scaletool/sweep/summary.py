@@ -8,10 +8,17 @@ from pathlib import Path
 from typing import Any
 
 from scaletool.errors import ConfigError
-from scaletool.record import SCHEMA, read_json, read_record
+from scaletool.record import SCHEMA, read_record
 from scaletool.sweep.attribution import missing_speed, wait_shares
-from scaletool.sweep.run import SWEEP_FILE
+from scaletool.sweep.run import SWEEP_FILE, read_sweep
 from scaletool.sweep.stats import Estimate, estimate, measured_steps, rates, ratio
+
+MISSING = {
+    "data_wait": "waiting for data",
+    "slowest_rank": "waiting for the slowest rank",
+    "communication_and_other": "communication and everything else",
+}
+"""The parts of attribution.missing_speed, in words."""
 
 Records = dict[int, dict[str, Any]]
 """Records of one cell by round."""
@@ -19,8 +26,8 @@ Records = dict[int, dict[str, Any]]
 
 def load_records(out: Path) -> tuple[dict[str, Any], dict[str, Records]]:
     """(sweep.json, records by cell and round) of a sweep folder. Raises ConfigError where there is none."""
-    sweep = read_json(out / SWEEP_FILE)
-    if not isinstance(sweep, dict) or "plan" not in sweep:
+    sweep = read_sweep(out)
+    if sweep is None:
         raise ConfigError(f"{out} holds no sweep: no readable {SWEEP_FILE}", hint="give the --out folder of a sweep")
     records: dict[str, Records] = {}
     for name in sweep["plan"]["cells"]:
@@ -117,12 +124,13 @@ def _verdicts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iter
             yield f"{name}: {counts}. {str(cell['reason']).splitlines()[0]}"
         elif not cell["outcomes"]:
             yield f"{name}: not measured yet."
-    for cell in summary["cells"].values():
-        if "speedup" in cell and cell["baseline"] and cell["speedup"]["median"] != 1.0:
+    for name, cell in summary["cells"].items():
+        if "speedup" in cell and cell["baseline"] != name:
             first = summary["cells"][cell["baseline"]]["gpus"]
             gain = Estimate(**cell["speedup"])
             label = f"{first} -> {cell['gpus']} processes, {cell['profile']} {cell['mode']}, {cell['scaling']} scaling"
-            yield f"{label}: {_change(gain, 'faster', 'slower')}, efficiency {cell['efficiency']['median']:.0%}."
+            efficiency = f"efficiency {cell['efficiency']['median']:.0%}{_missing(cell)}"
+            yield f"{label}: {_change(gain, 'faster', 'slower')}, {efficiency}."
     for entry in summary["mode_ratios"]:
         label = f"trainer against custom, {entry['profile']} on {entry['gpus']} ({entry['scaling']})"
         yield f"{label}: {_change(Estimate(**entry['trainer/custom']), 'faster', 'slower')}."
@@ -130,6 +138,14 @@ def _verdicts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iter
         yield "Only one round: figures have no interval and no difference can be shown; --rounds 3 gives both."
     if any(cell["oversubscribed"] for cell in summary["cells"].values()):
         yield "oversubscribed cells share cores between processes; they are left out of speedup and efficiency."
+
+
+def _missing(cell: Mapping[str, Any]) -> str:
+    """Where the missing speed went, largest part first, unless none can be shown to be missing."""
+    high = cell["efficiency"]["high"] or cell["efficiency"]["median"]
+    parts = sorted(cell["missing"].items(), key=lambda part: -part[1])
+    texts = [f"{MISSING[name]} {share:.0%}" for name, share in parts if share >= 0.005]
+    return f"; missing: {', '.join(texts)}" if high < 1 and texts else ""
 
 
 def _change(found: Estimate, more: str, less: str) -> str:

@@ -32,10 +32,17 @@ def test_strong_scaling_refuses_what_does_not_divide_with_the_numbers() -> None:
     assert "1, 2, 4, 8" in str(caught.value.hint)
 
 
-@pytest.mark.parametrize("text", ["0", "-1", "1,x", "", ",", "1,1", "1.5", "2,0"])
+@pytest.mark.parametrize("text", ["0", "-1", "1,x", "", ",", "1,1", "1,01", "1.5", "2,0", "4097", "9" * 5000])
 def test_bad_counts_are_refused(text: str) -> None:
     with pytest.raises(ConfigError):
         parse_counts(text)
+
+
+def test_fitting_counts_are_found_quickly_and_start_at_the_smallest() -> None:
+    config = RunConfig().replace(data__per_device_batch_size=2**20)
+    with pytest.raises(ConfigError) as caught:
+        make_cells([4, 12], ["ddp"], ["custom"], ["strong"], config)
+    assert "counts that divide: 4, 8, 16, 32" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("text", ["fast", "", "custom,custom", "custom,slow"])

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,10 +16,11 @@ from records import good_record
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 from scaletool.record import CPU_STAMP, write_json
+from scaletool.sweep import report
 from scaletool.sweep.command import Machine
 from scaletool.sweep.executors import Ended, FakeExecutor
 from scaletool.sweep.matrix import make_cells
-from scaletool.sweep.report import FORMATS, table_rows, write_reports
+from scaletool.sweep.report import FORMATS, print_table, table_rows, tables, write_reports
 from scaletool.sweep.run import Sweep, dry_run_lines, open_folder, run_sweep
 
 CPU = Machine((), 2)
@@ -89,6 +92,25 @@ def test_the_first_rank_that_left_word_is_believed(tmp_path: Path) -> None:
     cell = go(plan(tmp_path, rounds=1), FakeExecutor(script))["cells"]["ddp-custom-weak-1gpu"]
     assert cell["outcomes"] == {"oom": 1}
     assert cell["reason"] == "rank 1: CUDA out of memory"
+
+
+@pytest.mark.parametrize("timed_out", [False, True])
+def test_the_rank_that_failed_first_is_the_cause(timed_out: bool, tmp_path: Path) -> None:
+    def script(arguments: Sequence[str]) -> Ended:
+        out = Path(arguments[-1]).parent
+        for age, rank, outcome, reason in ((2, 1, "oom", "out of memory"), (1, 0, "crashed", "connection closed")):
+            failure = {"outcome": outcome, "reason": reason, "rank": rank, "exit_status": 3}
+            path = out / f"failure.rank{rank}.json"
+            write_json(path, failure)
+            os.utime(path, (1_000_000 - age, 1_000_000 - age))
+        write_json(out / "record.json", {"outcome": "crashed", "reason": "connection closed", "plan": {"rows": 7}})
+        return Ended(-15 if timed_out else 1, 1.0, timed_out)
+
+    cell = go(plan(tmp_path, rounds=1), FakeExecutor(script))["cells"]["ddp-custom-weak-2gpu"]
+    assert cell["outcomes"] == {"timeout" if timed_out else "oom": 1}
+    assert timed_out or cell["reason"] == "rank 1: out of memory"
+    record = json.loads((tmp_path / "cells/ddp-custom-weak-2gpu/r1/record.json").read_text())
+    assert record["plan"] == {"rows": 7}  # what the worker had found out is kept
 
 
 def test_time_out_is_an_outcome(tmp_path: Path) -> None:
@@ -200,6 +222,42 @@ def test_damaged_results_are_measured_again(tmp_path: Path) -> None:
     again = worker()
     go(plan(tmp_path), again, resume=True)
     assert len(again.launched) == 1
-    (tmp_path / "sweep.json").write_bytes(b"\xff[]")
+    (tmp_path / "cells/ddp-custom-weak-1gpu/r1/record.json").write_text('{"outcome": "ok", "reason": ""}')
+    assert write_reports(tmp_path)["cells"]["ddp-custom-weak-1gpu"]["rounds_ok"] == 1
+
+
+@pytest.mark.parametrize(
+    "content", [b"\xff[]", b"{}", b"[1]", b'{"plan": 1}', b'{"schema": 99, "plan": {"cells": {}}}']
+)
+def test_a_damaged_plan_is_refused_and_kept(content: bytes, tmp_path: Path) -> None:
+    go(plan(tmp_path), worker())
+    (tmp_path / "sweep.json").write_bytes(content)
     with pytest.raises(ConfigError, match="holds no sweep"):
         write_reports(tmp_path)
+    with pytest.raises(ConfigError, match="holds no sweep"):
+        open_folder(plan(tmp_path), resume=True)
+    assert (tmp_path / "sweep.json").read_bytes() == content
+
+
+@pytest.mark.parametrize("width", [80, 100])
+def test_no_figure_is_cut_off(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    speeds = iter([0.1, 0.11, 0.12, 0.13] * 4)
+    summary = go(plan(tmp_path, gpus=[1, 2, 4], profiles=["ddp"]), worker(lambda config: next(speeds)))
+    monkeypatch.setattr(report, "WIDE", width)
+    out = io.StringIO()
+    monkeypatch.setattr("sys.stdout", out)
+    print_table(summary, "sweep")
+    lines = out.getvalue().split("\n- ")[0].splitlines()
+    assert max(map(len, lines)) <= width
+    words = [word for _, _, rows in tables(summary, "") for row in rows for text in row for word in text.split()]
+    assert [word for word in words if word not in out.getvalue()] == []
+
+
+def test_missing_speed_is_explained_only_where_it_is_shown(tmp_path: Path) -> None:
+    steady = go(plan(tmp_path / "a"), worker(lambda c: 0.1 if c["launch"]["world_size"] == 1 else 0.125))
+    assert any("missing: communication and everything else 1" in line for line in steady["verdicts"])
+    noise = iter([0.1, 0.2, 0.11, 0.4, 0.3, 0.1, 0.2, 0.1])
+    noisy = go(plan(tmp_path / "b"), worker(lambda c: next(noise)))
+    assert not any("missing" in line for line in noisy["verdicts"])
+    single = go(plan(tmp_path / "c", rounds=1), worker())
+    assert any(line.startswith("Only one round") for line in single["verdicts"])
