@@ -79,6 +79,7 @@ def _measure(program: str, round_number: int, model: Path, options: argparse.Nam
         train__max_steps=5 + options.steps,
         train__log_every=10**9,
         train__output_dir=str(out),
+        train__precision="fp32",  # the bare loop has no autocast
         data__per_device_batch_size=4,
         launch__measured=True,
     )

@@ -107,7 +107,7 @@ class TrainConfig:
     eval_every: int | None = None
     """Optimizer steps between validation passes. Null with validation data: once, at the end."""
     log_every: int = 10
-    """Optimizer steps between log lines; the only steps that wait for the device."""
+    """Optimizer steps between log lines, which wait for the device; fp16 waits every step, for its overflow check."""
     seed: int = 0
     """Seed of weights and dropout."""
 

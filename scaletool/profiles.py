@@ -167,8 +167,8 @@ def read_deepspeed(path: Path) -> dict[str, Any]:
 def bind_deepspeed(path: Path, config: RunConfig, world_size: int, *, half: bool = True) -> dict[str, Any]:
     """The JSON with everything that the run config owns filled in, the same for both modes.
 
-    `max_grad_norm` null becomes 0.0: DeepSpeed reads a missing gradient_clipping as 1.0. `half` False switches half
-    precision off, for a machine without GPUs. Raises ConfigError where the file pins another value.
+    `max_grad_norm` null becomes 0.0: DeepSpeed reads a missing gradient_clipping as 1.0. `half` False switches fp16
+    off, for a machine without GPUs. Raises ConfigError where the file pins another value.
     """
     content = read_deepspeed(path)
     batch, accumulation = config.data.per_device_batch_size, config.train.gradient_accumulation_steps
@@ -182,9 +182,8 @@ def bind_deepspeed(path: Path, config: RunConfig, world_size: int, *, half: bool
                 where=f"{path} ({key})",
                 hint=f'set "{key}": "auto", the run config owns it',
             )
-    precisions = {
-        name: {**content.get(name, {}), "enabled": half and config.train.precision == name} for name in ("fp16", "bf16")
-    }
+    wanted = config.train.precision if half or config.train.precision == "bf16" else "fp32"
+    precisions = {name: {**content.get(name, {}), "enabled": name == wanted} for name in ("fp16", "bf16")}
     return {**content, **owned, **precisions}
 
 

@@ -18,7 +18,9 @@ def write_json(path: Path, content: Any) -> None:
     """Write atomically: a reader sees the old file or the new one, never a part."""
     path.parent.mkdir(parents=True, exist_ok=True)
     scratch = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    scratch.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    # Unescaped: run.json is read as YAML, which does not join escaped surrogates. Half a pair is written escaped.
+    text = json.dumps(content, indent=1, ensure_ascii=False)
+    scratch.write_text(f"{text}\n", encoding="utf-8", errors="backslashreplace")
     os.replace(scratch, path)
 
 

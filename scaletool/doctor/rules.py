@@ -179,6 +179,13 @@ def _missing_files(run: RunConfig) -> Iterator[Problem]:
                 yield key, f"{key} names {pattern}, which does not exist", f"looked from {Path.cwd()}; globs are fine"
 
 
+@rule("data-stdlib-alone")
+def _stdlib_alone(run: RunConfig) -> Iterator[Problem]:
+    for key, patterns in (("data.train", run.data.train), ("data.validation", run.data.validation)):
+        if isinstance(patterns, list) and "stdlib" in patterns and len(patterns) > 1:
+            yield key, f"{key} is {_shown(patterns)}: `stdlib` stands alone", "a file of that name is ./stdlib"
+
+
 @rule("data-validation")
 def _validation(run: RunConfig) -> Iterator[Problem]:
     validation = run.data.validation

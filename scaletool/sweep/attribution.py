@@ -8,8 +8,6 @@ from typing import Any
 
 from scaletool.sweep.stats import measured_steps
 
-PARTS = ("data_wait", "slowest_rank", "communication_and_other")
-
 
 def wait_shares(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
     """Shares of the step time, mean over rounds: waiting for data (mean over ranks), and for the slowest rank
@@ -28,7 +26,8 @@ def wait_shares(records: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 def missing_speed(
     cell: Sequence[Mapping[str, Any]], baseline: Sequence[Mapping[str, Any]], efficiency: float
 ) -> dict[str, float]:
-    """Split 1 - efficiency. A part is what the cell's share exceeds the baseline's by; the rest cannot be told apart
+    """Split 1 - efficiency. A part is share - efficiency x the baseline's share (work that the baseline does too is not
+    missing); the rest cannot be told apart
     without a run that leaves communication out, and is named so."""
     here, there = wait_shares(cell), wait_shares(baseline)
     parts = {name: here[name] - efficiency * there[name] for name in ("data_wait", "slowest_rank")}

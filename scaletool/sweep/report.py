@@ -86,7 +86,8 @@ def table_rows(summary: Mapping[str, Any]) -> list[list[str]]:
     rows = []
     for cell in summary["cells"].values():
         bad = [f"{count}x {outcome}" for outcome, count in cell["outcomes"].items() if outcome != "ok"]
-        notes = [*bad, *(["oversubscribed"] if cell["oversubscribed"] else [])]
+        skipped = [f"{cell['skipped_steps']} skipped steps"] if cell.get("skipped_steps") else []
+        notes = [*bad, *skipped, *(["oversubscribed"] if cell["oversubscribed"] else [])]
         figures = [_figure(cell.get(f"{what}_per_second")) for what in ("samples", "real_tokens")]
         speedup, efficiency = cell.get("speedup"), cell.get("efficiency")
         figures += [_interval(speedup, "{:.2f}"), _interval(efficiency and {**efficiency, "low": None}, "{:.0%}")]

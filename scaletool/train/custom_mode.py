@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from accelerate import Accelerator
-from accelerate.utils import send_to_device
 
 from scaletool.train.loss import loss_share
 from scaletool.train.optim import build_optimizer, build_scheduler
@@ -23,8 +22,7 @@ def train(run: Run) -> None:
         accelerator, model, accumulation=accelerator.gradient_accumulation_steps, max_grad_norm=config.max_grad_norm
     )
     model.train()
-    for batch in run.meter.watch(run.loader):
-        batch = send_to_device(batch, accelerator.device, non_blocking=True)
+    for batch in run.batches():
         with accelerator.accumulate(model):
             loss = loss_share(model, batch)
             accelerator.backward(loss * scale)

@@ -6,6 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,8 @@ class Meter:
     """Collects one row per optimizer step on every rank and joins the rows of all ranks at the end.
 
     Device tensors (loss, gradient norm) stay on the device until a log step, the end, or the start of the measured
-    window. `on_log(row)` gets the newest step's joined row at log steps, on every rank.
+    window. `on_log(row)` gets the newest step at log steps: the loss of the global batch, times and counts of this
+    rank.
     """
 
     def __init__(
@@ -65,7 +67,7 @@ class Meter:
         share = loss_share.detach()
         self._loss = share if self._loss is None else self._loss + share
 
-    def step(self, *, grad_norm: Any, learning_rate: float, loss_scale: float | None, skipped: bool) -> None:
+    def step(self, *, grad_norm: Any, learning_rate: float, loss_scale: Any, skipped: bool) -> None:
         """End of an optimizer step."""
         now = time.perf_counter()
         self.rows.append(
@@ -89,10 +91,15 @@ class Meter:
         if step == self.warmup_steps:
             self._open_window()
 
-    def exclude(self, seconds: float) -> None:
-        """Take time spent on something else (validation) out of the window and of the step that begins."""
+    @contextmanager
+    def excluded(self) -> Iterator[None]:
+        """Keep what happens inside (validation) out of the window and of the step that begins."""
+        self._synchronize()  # steps still queued on the device belong to the window
+        started = time.perf_counter()
+        yield
+        self._synchronize()
         if self.window_start is not None:
-            self.window_start += seconds
+            self.window_start += time.perf_counter() - started
         self._start_step()
 
     def finish(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
@@ -163,7 +170,7 @@ class Meter:
         if dist.is_initialized():
             dist.all_reduce(losses)
         for row, loss in zip(pending, losses.tolist(), strict=True):
-            norm = _to_float(row["grad_norm"])
+            norm, row["loss_scale"] = _to_float(row["grad_norm"]), _to_float(row["loss_scale"])
             if not row["skipped"] and not (math.isfinite(loss) and math.isfinite(norm or 0.0)):
                 raise RunError(
                     f"step {row['step']} has loss {loss} and gradient norm {norm}",

@@ -10,12 +10,14 @@ from scaletool.config import TrainConfig
 
 
 def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """AdamW; decay on matrices, not on layer-norm scales. Fused where the device has it."""
+    """AdamW; decay on matrices, not on layer-norm scales."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     matrices = [parameter for parameter in parameters if parameter.ndim >= 2]
     scales = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": scales, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=torch.cuda.is_available())
+    # Under torch's fp16 scaler a fused step hides its overflow: accelerate would take a skipped step for a made one.
+    fused = torch.cuda.is_available() and config.precision != "fp16"
+    return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 
 def learning_rate_factor(step: int, config: TrainConfig, total_steps: int) -> float:

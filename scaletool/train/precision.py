@@ -44,10 +44,10 @@ def start_loss_scale(accelerator: Any) -> None:
         accelerator.scaler.load_state_dict({**state, "scale": INITIAL_LOSS_SCALE, "growth_interval": GROWTH_INTERVAL})
 
 
-def loss_scale(accelerator: Any, wrapped: Any) -> float | None:
-    """The scale that the next step will use; None without fp16."""
+def loss_scale(accelerator: Any, wrapped: Any) -> Any:
+    """The scale that the next step will use, left on the device (get_scale would wait for it); None without fp16."""
     if accelerator.scaler is not None:
-        return float(accelerator.scaler.get_scale())
+        return accelerator.scaler.scale(torch.ones((), device=accelerator.device))
     if hasattr(wrapped, "fp16_enabled") and wrapped.fp16_enabled():
         return float(wrapped.optimizer.loss_scale)
     return None

@@ -8,6 +8,7 @@ import sys
 import time
 import traceback
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import transformers
+from accelerate.utils import send_to_device
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError, RunError, ScaletoolError
@@ -88,16 +90,20 @@ class Run:
         if every and len(self.meter.rows) % every == 0:
             self.validate()
 
+    def batches(self) -> Iterator[dict[str, Any]]:
+        """This rank's micro-batches on its device, seen by the meter: what both modes iterate over."""
+        for batch in self.meter.watch(self.loader):
+            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
+
     def validate(self) -> None:
         if self.validation is None:
             return
-        started = time.perf_counter()
         step = len(self.meter.rows)
-        loss = self.validation.loss(self.wrapped, self.accelerator.device)
+        with self.meter.excluded():
+            loss = self.validation.loss(self.wrapped, self.accelerator.device)
         self.record.setdefault("validation", []).append({"step": step, "loss": loss})
         if self.world.is_main:
             say(f"step {step:>6}  validation loss {loss:.4f}")
-        self.meter.exclude(time.perf_counter() - started)
 
     def finish(self) -> None:
         """The mode has made its last step: close the measurement, write the record and the model."""

@@ -61,7 +61,7 @@ class WatchedLoader:
         return len(self.run.loader)
 
     def __iter__(self) -> Any:
-        return self.run.meter.watch(self.run.loader)
+        return self.run.batches()
 
 
 class StepEnd(TrainerCallback):

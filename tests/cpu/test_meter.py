@@ -134,8 +134,8 @@ def test_validation_time_is_left_out(make: Callable[..., Meter], clock: Clock) -
             meter.micro_step(torch.tensor(1.0))
             meter.step(grad_norm=None, learning_rate=0.1, loss_scale=None, skipped=False)
             if step == 1:
-                clock.now += 50
-                meter.exclude(50)
+                with meter.excluded():
+                    clock.now += 50
                 opened = meter.window_start
     assert opened == 150.0
     steps, _, _ = meter.finish()

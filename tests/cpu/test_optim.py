@@ -58,3 +58,25 @@ def test_shared_weight_is_given_once() -> None:
     table = torch.nn.Embedding(8, 4)
     optimizer = build_optimizer(torch.nn.ModuleList([table, table]), TrainConfig())
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
+
+
+def test_an_overflow_is_seen_as_a_skipped_step() -> None:
+    """The real scaler and accelerate's wrapper: what decides whether the schedule advances and the record says so."""
+    from accelerate import Accelerator
+    from accelerate.optimizer import AcceleratedOptimizer
+
+    Accelerator(cpu=True)
+    model = torch.nn.Linear(2, 1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    optimizer = AcceleratedOptimizer(build_optimizer(model, TrainConfig(precision="fp16")), scaler=scaler)
+    before = model.weight.detach().clone()
+    scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
+    optimizer.step()
+    assert optimizer.step_was_skipped
+    assert torch.equal(model.weight, before)
+    assert scaler.get_scale() == 4.0
+    optimizer.zero_grad()
+    scaler.scale(model(torch.ones(1, 2)).sum()).backward()
+    optimizer.step()
+    assert not optimizer.step_was_skipped
+    assert not torch.equal(model.weight, before)

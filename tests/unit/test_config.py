@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -241,3 +242,11 @@ def test_values_that_yaml_cannot_build(text: str, tmp_path: Path) -> None:
 def test_senseless_numbers_are_refused() -> None:
     with pytest.raises(ConfigError, match="beyond any sensible count"):
         load_config(None, ["train.max_steps=100000000000000000000"])
+
+
+def test_emoji_and_half_pairs_survive_run_json(tmp_path: Path) -> None:
+    run = RunConfig().replace(data__source="\U0001f600 {text}")
+    write_json(tmp_path / "run.json", run.to_dict())
+    assert load_config(tmp_path / "run.json").run.data.source == "\U0001f600 {text}"
+    write_json(tmp_path / "half.json", {"reason": "\ud83d"})
+    assert json.loads((tmp_path / "half.json").read_text()) == {"reason": "\ud83d"}

@@ -76,6 +76,7 @@ EXAMPLES: dict[str, tuple[list[Values], list[Values]]] = {
         one("data__train", ["no-such-*.jsonl"], ["a.jsonl", "no-such"]),
         one("data__train", ["stdlib"], ["*.jsonl"]),
     ),
+    "data-stdlib-alone": (one("data__train", ["stdlib", "a.jsonl"]), one("data__train", ["stdlib"], ["./a.jsonl"])),
     "data-validation": (
         one("data__validation", 0.0, 0.51, -0.1, NAN, [], [""]),
         one("data__validation", 0.5, 1e-6, None, ["v.jsonl"]),

@@ -49,7 +49,7 @@ class BatchInfo:
 
 
 class ShardSampler(Sampler[MicroBatch]):
-    """Deals the global batches of steps first_step..last_step (from 0, last excluded) to one rank."""
+    """Deals the global batches of `steps` (counted from 0) to one rank."""
 
     def __init__(
         self,

@@ -97,8 +97,6 @@ class Source:
                 self.bad_rows.note(str(problem))
 
     def _entries(self) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-        if STDLIB in self.patterns and len(self.patterns) > 1:
-            raise ConfigError(f"`{STDLIB}` stands alone", where=self.key, hint=f"a file of that name is ./{STDLIB}")
         if list(self.patterns) == [STDLIB]:
             yield from (("the standard library", pair) for pair in stdlib_pairs())
             return
