@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NoReturn
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 import typer
 
 from scaletool.errors import ConfigError, ScaletoolError
+from scaletool.record import closing_line, default_folder, exit_status
 
 if TYPE_CHECKING:
     from scaletool.config import LoadedConfig
@@ -39,8 +41,6 @@ def main() -> NoReturn:
     except OSError as error:
         print(f"error: {error}\n  hint: look at the path, its rights and the free space", file=sys.stderr)
         sys.exit(2 if error.filename else 4)
-    except typer.Exit as done:
-        sys.exit(done.exit_code)
     except KeyboardInterrupt:
         sys.exit(130)
     except Exception as error:
@@ -94,20 +94,21 @@ def sweep(
     """Measure every cell through the real launcher, in interleaved rounds."""
     from scaletool.sweep import matrix
     from scaletool.sweep.command import probe_machine
-    from scaletool.sweep.run import Sweep, dry_run_lines, open_folder, refuse_oversubscribed_gpus
+    from scaletool.sweep.run import Sweep, dry_run_lines, open_folder
 
     flags = [f"measure.{name}={value}" for name, value in (("rounds", rounds), ("steps", steps)) if value is not None]
     loaded = _load(run_file, [*(set_ or []), *flags])
     _refuse_executor(executor)
+    machine = probe_machine()
     cells = matrix.make_cells(
         matrix.parse_counts(gpus),
         matrix.split_list(profiles, "--profiles"),
         matrix.parse_names(modes, "--modes", matrix.MODES),
         matrix.parse_names(scaling, "--scaling", matrix.SCALINGS),
         loaded.run,
+        gpus_present=len(machine.gpu_names),
     )
-    plan = Sweep(tuple(cells), loaded.run, out or _default_out("sweep"), probe_machine())
-    refuse_oversubscribed_gpus(plan.cells, plan.machine)
+    plan = Sweep(tuple(cells), loaded.run, out or default_folder("sweep", time.time()), machine)
     if dry_run:
         print("\n".join(map(str, dry_run_lines(plan))))
         return
@@ -130,23 +131,23 @@ def train(
     from scaletool.sweep import matrix
     from scaletool.sweep.command import launch_line, probe_machine
     from scaletool.sweep.executors import LocalExecutor
-    from scaletool.sweep.run import launch, refuse_oversubscribed_gpus
+    from scaletool.sweep.run import LOG_FILE, launch
 
     loaded = _load(run_file, [*(set_ or []), *([f"train.mode={mode}"] if mode else [])])
     _refuse_executor(executor)
     counts = matrix.parse_counts(gpus)
     if len(counts) != 1:
         raise ConfigError(f"--gpus {gpus}: one run has one count", hint="scaletool sweep compares several")
-    (cell,) = matrix.make_cells(counts, [profile], [loaded.run.train.mode], ["weak"], loaded.run)
     machine = probe_machine()
-    refuse_oversubscribed_gpus((cell,), machine)
-    folder = Path(loaded.run.train.output_dir or _default_out("train"))
+    present = len(machine.gpu_names)
+    (cell,) = matrix.make_cells(counts, [profile], [loaded.run.train.mode], ["weak"], loaded.run, gpus_present=present)
+    folder = Path(loaded.run.train.output_dir or default_folder("train", time.time()))
     if dry_run:
         print(launch_line(cell, loaded.run, folder.resolve() / "run.json", machine))
         return
     record = launch(cell, loaded.run, folder, machine, LocalExecutor(), measured=False)
-    print(_training_line(record, folder))
-    raise typer.Exit(0 if record["outcome"] == "ok" else record.get("exit_status") or 3)
+    print(f"{closing_line(record)}\nlog: {folder / LOG_FILE}\n{record.get('stamp') or ''}".rstrip())
+    raise typer.Exit(exit_status(record))
 
 
 @app.command()
@@ -212,7 +213,7 @@ def _measure(plan: Any) -> int:
     statuses: list[int] = []
 
     def after_cell(cell: Any, number: int, record: dict[str, Any]) -> None:
-        statuses.append(0 if record["outcome"] == "ok" else record.get("exit_status") or 3)
+        statuses.append(exit_status(record))
         progress.done(cell, number, record)
         write_reports(plan.out)
 
@@ -240,24 +241,3 @@ def _load(run_file: Path | None, overrides: Sequence[str]) -> LoadedConfig:
 def _refuse_executor(name: str) -> None:
     if name != "local":
         raise ConfigError(f"--executor {name} is not available", hint="use --executor local")
-
-
-def _default_out(what: str) -> Path:
-    from datetime import datetime, timezone
-
-    return Path("runs") / f"{datetime.now(timezone.utc):%Y%m%d-%H%M%S}-{what}"
-
-
-def _training_line(record: dict[str, Any], folder: Path) -> str:
-    from scaletool.record import shown
-
-    if record["outcome"] != "ok":
-        return f"{record['outcome']}: {record['reason']}\nlog: {folder / 'stderr.log'}"
-    steps, window = record["steps"], record["window"]
-    seconds = window["seconds"]
-    stamp = f"\n{record['stamp']}" if record.get("stamp") else ""
-    return (
-        f"ok: {len(steps)} steps, loss {shown(steps[0]['loss'], '.4f')} -> {shown(steps[-1]['loss'], '.4f')},"
-        f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
-        f"\nrecord: {folder / 'record.json'}{stamp}"
-    )

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import signal
+from collections.abc import Mapping
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,13 @@ OUTCOMES = ("ok", "oom", "timeout", "diverged", "crashed", "invalid")
 CPU_STAMP = "cpu-gloo: not a GPU performance claim"
 RECORD_FILE = "record.json"
 FAILURE_FILE = "failure.rank{rank}.json"
+STACKS_SIGNAL = signal.SIGUSR2
+"""Makes a training process print where each of its threads stands: what a hanging run is asked before its end."""
+
+
+def default_folder(what: str, started: float) -> Path:
+    """runs/<UTC time>-<what>, by the start time in seconds since the epoch."""
+    return Path("runs") / f"{datetime.fromtimestamp(started, timezone.utc):%Y%m%d-%H%M%S}-{what}"
 
 
 def write_json(path: Path, content: Any) -> None:
@@ -44,6 +54,25 @@ def read_record(folder: Path) -> dict[str, Any] | None:
         return None
     needed = ("reason", *(("steps", "window", "ranks", "memory") if record["outcome"] == "ok" else ()))
     return record if all(key in record for key in needed) else None
+
+
+def exit_status(record: Mapping[str, Any]) -> int:
+    """The process exit status that stands for a record: 0 for ok, else whose fault it was."""
+    return 0 if record["outcome"] == "ok" else int(record.get("exit_status") or 3)
+
+
+def closing_line(record: Mapping[str, Any]) -> str:
+    """How a run ended, in one line."""
+    if record["outcome"] != "ok":
+        return f"{record['outcome']}: {record['reason']}"
+    steps, window = record["steps"], record["window"]
+    seconds = window["seconds"] or float("nan")
+    first, last = (shown(step["loss"], ".4f") for step in (steps[0], steps[-1]))
+    skipped = sum(bool(step["skipped"]) for step in steps)
+    return (
+        f"ok: {len(steps)} steps, {skipped} skipped, loss {first} -> {last},"
+        f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
+    )
 
 
 def failed_record(outcome: str, reason: str, *, log_tail: list[str] | None = None, **fields: Any) -> dict[str, Any]:

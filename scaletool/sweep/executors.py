@@ -10,16 +10,18 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
 import psutil
 
-from scaletool.sweep.command import MARKER
+from scaletool.record import STACKS_SIGNAL
+from scaletool.sweep.command import MARKER, Launch, full_environment
 
 GRACE_SECONDS = 10.0
+STACKS_SECONDS = 1.0  # enough for a rank to print where it stands
 LAUNCHER_REPORT = re.compile(rb"[EW]\d{4} .*torch/distributed/elastic/")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -34,38 +36,24 @@ class Ended:
 
 
 class Executor(Protocol):
-    def run(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        timeout_seconds: float,
-        echo: bool = False,
-    ) -> Ended: ...
+    def run(self, launch: Launch, log: Path, timeout_seconds: float | None = None, *, echo: bool = False) -> Ended: ...
 
 
 class LocalExecutor:
     """A child process on this machine. torch's launcher puts its workers into sessions of their own, so a process
     group does not hold them: whatever still carries the launch's marker afterwards is ended by pid."""
 
-    def run(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        timeout_seconds: float,
-        echo: bool = False,
-    ) -> Ended:
+    def run(self, launch: Launch, log: Path, timeout_seconds: float | None = None, *, echo: bool = False) -> Ended:
         """Blocks until the launch is over. With `echo` the output also goes to stderr. Anything raised meanwhile
-        (KeyboardInterrupt above all) ends the launch first."""
+        (KeyboardInterrupt above all) ends the launch first. After a time-out the log tells where every rank stood."""
         started = time.monotonic()
         timed_out = False
         copier: threading.Thread | None = None
         with log.open("wb") as stream:
             try:
                 process = subprocess.Popen(
-                    arguments,
-                    env=dict(environment),
+                    launch.arguments,
+                    env=full_environment(launch),
                     stdin=subprocess.DEVNULL,
                     stdout=subprocess.PIPE if echo else stream,
                     stderr=subprocess.STDOUT,
@@ -76,31 +64,25 @@ class LocalExecutor:
                 process.wait(timeout_seconds)
             except subprocess.TimeoutExpired:
                 timed_out = True
+                _ask_for_stacks(launch)
             finally:
-                _end(environment[MARKER])
+                _end(launch.environment[MARKER])
                 if copier:
                     copier.join(GRACE_SECONDS)
         return Ended(process.wait(), time.monotonic() - started, timed_out)
 
 
 class FakeExecutor:
-    """For unit tests: calls `script(arguments)`, which writes what a worker would, instead of starting anything."""
+    """For unit tests: calls `script(launch)`, which writes what a worker would, instead of starting anything."""
 
-    def __init__(self, script: Callable[[Sequence[str]], Ended]) -> None:
+    def __init__(self, script: Callable[[Launch], Ended]) -> None:
         self.script = script
-        self.launched: list[list[str]] = []
+        self.launched: list[Launch] = []
 
-    def run(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        log: Path,
-        timeout_seconds: float,
-        echo: bool = False,
-    ) -> Ended:
-        self.launched.append(list(arguments))
+    def run(self, launch: Launch, log: Path, timeout_seconds: float | None = None, *, echo: bool = False) -> Ended:
+        self.launched.append(launch)
         log.touch()
-        return self.script(arguments)
+        return self.script(launch)
 
 
 def _die_with_parent() -> None:
@@ -124,6 +106,18 @@ def _copy(source: IO[bytes], log: IO[bytes]) -> threading.Thread:
     thread = threading.Thread(target=copy, daemon=True)
     thread.start()
     return thread
+
+
+def _ask_for_stacks(launch: Launch) -> None:
+    """Training processes, and only they, catch this signal: they print the stacks of all their threads to the log."""
+    for process in marked_processes(launch.environment[MARKER]):
+        try:
+            caught = re.search(r"SigCgt:\s*(\w+)", Path(f"/proc/{process.pid}/status").read_text())
+            if caught and int(caught[1], 16) >> (STACKS_SIGNAL - 1) & 1:
+                process.send_signal(STACKS_SIGNAL)
+        except (OSError, psutil.Error):
+            pass  # gone meanwhile
+    time.sleep(STACKS_SECONDS)
 
 
 def _end(launch_id: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
@@ -28,6 +29,11 @@ class Cell:
     @property
     def name(self) -> str:
         return f"{self.profile.name}-{self.mode}-{self.scaling}-{self.gpus}gpu"
+
+    def facts(self) -> dict[str, Any]:
+        """What sweep.json says of the cell."""
+        profile = {"profile": self.profile.name, "engine": self.profile.engine}
+        return {**profile, **{key: value for key, value in vars(self).items() if key != "profile"}}
 
 
 def parse_counts(text: str) -> list[int]:
@@ -54,9 +60,24 @@ def parse_names(text: str, option: str, allowed: Sequence[str]) -> list[str]:
 
 
 def make_cells(
-    gpus: Sequence[int], profiles: Sequence[str], modes: Sequence[str], scalings: Sequence[str], config: RunConfig
+    gpus: Sequence[int],
+    profiles: Sequence[str],
+    modes: Sequence[str],
+    scalings: Sequence[str],
+    config: RunConfig,
+    *,
+    gpus_present: int = 0,
 ) -> list[Cell]:
-    """Every combination, refused as a whole where one cannot run. Modes of a cell stand next to each other."""
+    """Every combination, refused as a whole where one cannot run. Modes of a cell stand next to each other.
+
+    gpus_present 0: a machine without GPUs, whose processes may share cores.
+    """
+    if gpus_present and max(gpus) > gpus_present:  # two processes on one GPU cannot even form an NCCL group
+        raise ConfigError(
+            f"{max(gpus)} GPUs are asked for, this machine shows {gpus_present}",
+            where="--gpus",
+            hint="lower the count, or look at CUDA_VISIBLE_DEVICES",
+        )
     found = [find_profile(name) for name in profiles]
     cells = []
     for scaling in scalings:

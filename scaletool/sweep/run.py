@@ -17,14 +17,14 @@ from scaletool import __version__
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 from scaletool.record import CPU_STAMP, RECORD_FILE, SCHEMA, failed_record, read_json, read_record, write_json
-from scaletool.sweep.command import Launch, Machine, cell_config, full_environment, launch_line
+from scaletool.sweep.command import Launch, Machine, cell_config, launch_line
 from scaletool.sweep.executors import Ended, Executor
 from scaletool.sweep.matrix import Cell, round_order
 
 SWEEP_FILE = "sweep.json"
 LOG_FILE = "stderr.log"
 LOCK_FILE = ".lock"
-LOG_TAIL_LINES = 50
+LOG_TAIL_LINES = 100
 ERROR_LINE = re.compile(r"(error:|[\w.]*(Error|Exception)\b)(?!.*ChildFailedError)")
 """A line that names what went wrong; the first one counts, torch's launcher adds its own below."""
 
@@ -56,30 +56,8 @@ class Sweep:
         """Everything that makes results comparable; --resume refuses another plan."""
         config = self.config.to_dict()
         del config["launch"], config["train"]["output_dir"]
-        cells = {cell.name: {**cell_facts(cell), "oversubscribed": self.is_oversubscribed(cell)} for cell in self.cells}
+        cells = {cell.name: {**cell.facts(), "oversubscribed": self.is_oversubscribed(cell)} for cell in self.cells}
         return {"cells": cells, "config": config}
-
-
-def cell_facts(cell: Cell) -> dict[str, Any]:
-    return {
-        "profile": cell.profile.name,
-        "engine": cell.profile.engine,
-        "mode": cell.mode,
-        "gpus": cell.gpus,
-        "scaling": cell.scaling,
-        "per_device_batch_size": cell.per_device_batch_size,
-    }
-
-
-def refuse_oversubscribed_gpus(cells: tuple[Cell, ...], machine: Machine) -> None:
-    """Two processes on one GPU cannot even form an NCCL group."""
-    most = max(cell.gpus for cell in cells)
-    if machine.gpu_names and most > len(machine.gpu_names):
-        raise ConfigError(
-            f"{most} GPUs are asked for, this machine shows {len(machine.gpu_names)}",
-            where="--gpus",
-            hint="lower the count, or look at CUDA_VISIBLE_DEVICES",
-        )
 
 
 def open_folder(sweep: Sweep, *, resume: bool) -> IO[bytes]:
@@ -172,13 +150,8 @@ def launch(
     write_json(run_json, cell_config(cell, config, folder, measured=measured).to_dict())
     line = launch_line(cell, config, run_json, machine, launch_id=uuid.uuid4().hex)
     (folder / "launch.txt").write_text(f"{line}\n", encoding="utf-8")
-    ended = executor.run(
-        line.arguments,
-        full_environment(line),
-        folder / LOG_FILE,
-        config.measure.timeout_seconds if measured else 1e9,
-        not measured,
-    )
+    limit = config.measure.timeout_seconds if measured else None
+    ended = executor.run(line, folder / LOG_FILE, limit, echo=not measured)
     record = read_record(folder)
     if record is None or record["outcome"] != "ok":
         record = explain_failure(folder, ended, record, config.measure.timeout_seconds)
@@ -197,7 +170,7 @@ def explain_failure(
     kept = {key: value for key, value in (record or {}).items() if key not in ("outcome", "reason")}
     fields = {"exit_status": 3, **kept, "returncode": ended.returncode, "log_tail": lines[-LOG_TAIL_LINES:]}
     if ended.timed_out:
-        reason = f"no end after {timeout_seconds:g} s; all its processes were stopped"
+        reason = f"no end after {timeout_seconds:g} s; all its processes were stopped, their stacks are in {LOG_FILE}"
         return failed_record("timeout", reason, **{**fields, "exit_status": 3})
     written = sorted(folder.glob("failure.rank*.json"), key=lambda path: path.stat().st_mtime_ns)
     first = next(filter(None, map(read_json, written)), None)

@@ -46,7 +46,7 @@ def summarise(sweep: Mapping[str, Any], records: Mapping[str, Records]) -> dict[
     every = [record for rounds in records.values() for record in rounds.values()]
     stamps = sorted({record["stamp"] for record in every if record.get("stamp")})
     summary = {"schema": SCHEMA, "stamps": stamps, "cells": cells, "mode_ratios": ratios}
-    return {**summary, "verdicts": list(_verdicts(summary, every))}
+    return {**summary, "verdicts": list(_verdicts(summary))}
 
 
 def _cell(name: str, plan: Mapping[str, Any], records: Records, good: Mapping[str, Records]) -> dict[str, Any]:
@@ -116,7 +116,7 @@ def _mode_ratios(plan: Mapping[str, Any], good: Mapping[str, Records]) -> Iterab
             yield {**{key: facts[key] for key in keys}, "trainer/custom": found.to_dict()}
 
 
-def _verdicts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iterable[str]:
+def _verdicts(summary: Mapping[str, Any]) -> Iterable[str]:
     for name, cell in summary["cells"].items():
         bad = {outcome: count for outcome, count in cell["outcomes"].items() if outcome != "ok"}
         if bad:
@@ -134,7 +134,7 @@ def _verdicts(summary: Mapping[str, Any], records: list[dict[str, Any]]) -> Iter
     for entry in summary["mode_ratios"]:
         label = f"trainer against custom, {entry['profile']} on {entry['gpus']} ({entry['scaling']})"
         yield f"{label}: {_change(Estimate(**entry['trainer/custom']), 'faster', 'slower')}."
-    if records and max((cell["rounds_ok"] for cell in summary["cells"].values()), default=0) == 1:
+    if max(cell["rounds_ok"] for cell in summary["cells"].values()) == 1:
         yield "Only one round: figures have no interval and no difference can be shown; --rounds 3 gives both."
     if any(cell["oversubscribed"] for cell in summary["cells"].values()):
         yield "oversubscribed cells share cores between processes; they are left out of speedup and efficiency."

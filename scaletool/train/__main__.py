@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import os
 import sys
 
 from scaletool.config import load_config
 from scaletool.doctor.rules import refuse_errors
 from scaletool.errors import ScaletoolError
+from scaletool.record import STACKS_SIGNAL
 
 
 def main() -> int:
@@ -19,6 +21,7 @@ def main() -> int:
     parser.add_argument("--mode", choices=["custom", "trainer"], help="custom loop or transformers' Trainer")
     parser.add_argument("--set", action="append", default=[], metavar="section.key=value", help="override a config key")
     arguments = parser.parse_args()
+    faulthandler.register(STACKS_SIGNAL)
     mode = [f"train.mode={arguments.mode}"] if arguments.mode else []
     try:
         loaded = load_config(arguments.config, [*arguments.set, *mode])

@@ -13,15 +13,17 @@ from typing import Any
 
 import torch
 
-from scaletool.train import world
+from scaletool.train.world import World, pin_to_cpu
 
 
-def enable() -> None:
+def enable(world: World) -> None:
     """Call before the first Accelerator or TrainingArguments."""
     if torch.cuda.is_available():
         return
-    world.pin_to_cpu()
-    if not world.is_launched():
+    pin_to_cpu()
+    if world.engine.startswith("zero"):
+        _skip_shared_memory_build()
+    if world.engine == "single":
         return
     from accelerate.state import PartialState
     from accelerate.utils import DistributedType
@@ -32,15 +34,15 @@ def enable() -> None:
         if cpu or sagemaker_dp:
             return choose(self, cpu, sagemaker_dp, backend)
         # MULTI_GPU opens accelerate's FSDP branch; DDP under that name would be given CUDA device ids.
-        return "gloo", DistributedType.MULTI_GPU if world.uses_fsdp() else DistributedType.MULTI_CPU
+        return "gloo", DistributedType.MULTI_GPU if world.engine.startswith(
+            ("fsdp", "hsdp")
+        ) else DistributedType.MULTI_CPU
 
     PartialState._prepare_backend = prepare_backend
 
 
-def skip_shared_memory_build() -> None:
+def _skip_shared_memory_build() -> None:
     """Keep DeepSpeed from compiling its CPU shared-memory collectives: half a minute on the first run, and a lock
     file that hangs every later run when that build is killed. gloo does the work instead."""
-    if torch.cuda.is_available():
-        return
     # By module name: `deepspeed.comm.torch` as an attribute is torch itself, which that module imports.
     importlib.import_module("deepspeed.comm.torch").build_shm_op = lambda: None  # type: ignore[attr-defined]

@@ -10,7 +10,6 @@ import traceback
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,17 @@ from accelerate.utils import send_to_device
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError, RunError, ScaletoolError
-from scaletool.record import CPU_STAMP, FAILURE_FILE, RECORD_FILE, SCHEMA, failed_record, shown, write_json
+from scaletool.record import (
+    CPU_STAMP,
+    FAILURE_FILE,
+    RECORD_FILE,
+    SCHEMA,
+    closing_line,
+    default_folder,
+    failed_record,
+    shown,
+    write_json,
+)
 from scaletool.train import cpu_engines, observe
 from scaletool.train.data.batches import ShardSampler, make_loader
 from scaletool.train.data.order import GlobalOrder
@@ -64,6 +73,7 @@ class Run:
         """
         self.accelerator, self.wrapped = accelerator, wrapped
         start_loss_scale(accelerator)
+        torch.manual_seed(self.config.train.seed + self.world.rank)  # ranks drop out different units
         asked = observe.requested(self.config, self.world, has_gpu=torch.cuda.is_available())
         seen = observe.observed(
             accelerator,
@@ -127,7 +137,7 @@ class Run:
             save_model(self.accelerator, self.wrapped, self.tokenizer, self.out / "model")
         if self.world.is_main:
             write_json(self.out / RECORD_FILE, self.record)
-            say(_closing_line(steps, window) + f"\nrecord: {self.out / RECORD_FILE}")
+            say(f"{closing_line(self.record)}\nrecord: {self.out / RECORD_FILE}")
 
     def describe(self, seen: dict[str, Any]) -> str:
         """The resolved plan, printed before training in both modes."""
@@ -203,10 +213,8 @@ def execute(config: RunConfig) -> int:
     try:
         world = read_world(config)
         refuse_unfit_gpu(config)
-        cpu_engines.enable()
+        cpu_engines.enable(world)
         bind_engine(config, world, has_gpu=torch.cuda.is_available())
-        if world.engine.startswith("zero"):
-            cpu_engines.skip_shared_memory_build()
         run = build(config, world, out)
         if config.train.mode == "custom":
             from scaletool.train.custom_mode import train
@@ -224,7 +232,7 @@ def default_output_dir() -> str:
     """runs/<UTC time>-train; the launcher's start time, so that all its processes name the same folder."""
     launcher = os.getppid() if dist.is_torchelastic_launched() else os.getpid()
     started = Path(f"/proc/{launcher}").stat().st_mtime if Path(f"/proc/{launcher}").exists() else time.time()
-    return f"runs/{datetime.fromtimestamp(started, timezone.utc):%Y%m%d-%H%M%S}-train"
+    return str(default_folder("train", started))
 
 
 def say(text: str) -> None:
@@ -291,16 +299,6 @@ def _log_line(row: dict[str, Any], total_steps: int) -> str:
     return (
         f"step {row['step']:>6}/{total_steps}  loss {loss}  norm {norm}  lr {row['learning_rate']:.2e}"
         f"  {row['seconds'] * 1000:.0f} ms{scale}{'  SKIPPED' if row['skipped'] else ''}"
-    )
-
-
-def _closing_line(steps: list[dict[str, Any]], window: dict[str, Any]) -> str:
-    seconds = window["seconds"] or float("nan")
-    skipped = sum(step["skipped"] for step in steps)
-    first, last = (shown(step["loss"], ".4f") for step in (steps[0], steps[-1]))
-    return (
-        f"{len(steps)} steps, loss {first} -> {last}, {skipped} skipped;"
-        f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
     )
 
 

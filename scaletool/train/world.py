@@ -107,12 +107,3 @@ def pin_to_cpu() -> None:
     os.environ["ACCELERATE_TORCH_DEVICE"] = "cpu"
     if os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-
-
-def uses_fsdp() -> bool:
-    return os.environ.get("ACCELERATE_USE_FSDP") == "true"
-
-
-def is_launched() -> bool:
-    """True under torchrun or accelerate launch."""
-    return "LOCAL_RANK" in os.environ

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import socket
-import subprocess
 import sys
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from scaletool.sweep.command import MARKER, Launch
+from scaletool.sweep.executors import LocalExecutor
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 TIME_LIMIT_SECONDS = 240
-TAIL_LINES = 50
+TAIL_LINES = 150  # holds the stacks of the ranks that a time-out asked for
 
 
 @dataclass(frozen=True)
@@ -54,22 +56,18 @@ def python(*arguments: str, **options: Any) -> Finished:
 def run(command: list[str], *, out: Path, environment: dict[str, str] | None = None, ok: bool = True) -> Finished:
     shutil.rmtree(out, ignore_errors=True)
     command = [*command, "--set", f"train.output_dir={out}"]
-    done = subprocess.run(
-        command,
-        cwd=REPOSITORY,
-        env={**os.environ, "OMP_NUM_THREADS": "1", **(environment or {})},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=TIME_LIMIT_SECONDS,
-        check=False,
-    )
+    variables = {"OMP_NUM_THREADS": "1", **(environment or {}), MARKER: uuid.uuid4().hex}
+    log = out.with_name(f"{out.name}.log")
+    launch = Launch(("env", "-C", str(REPOSITORY), *command), variables)
+    ended = LocalExecutor().run(launch, log, TIME_LIMIT_SECONDS)
+    output = log.read_text()
     record_path = out / "record.json"
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
-    if ok and (done.returncode != 0 or record.get("outcome") != "ok"):
-        tail = "\n".join(done.stdout.splitlines()[-TAIL_LINES:])
-        raise AssertionError(f"status {done.returncode}, {record.get('outcome')}: {' '.join(command)}\n{tail}")
-    return Finished(done.returncode, done.stdout, record)
+    if ended.timed_out or ok and (ended.returncode != 0 or record.get("outcome") != "ok"):
+        tail = "\n".join(output.splitlines()[-TAIL_LINES:])
+        word = "no end in time" if ended.timed_out else f"status {ended.returncode}"
+        raise AssertionError(f"{word}, {record.get('outcome')}: {' '.join(command)}\n{tail}")
+    return Finished(ended.returncode, output, record)
 
 
 def free_port() -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -11,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from scaletool.sweep import executors
-from scaletool.sweep.command import MARKER
+from scaletool.sweep.command import MARKER, Launch
 
 # Like torch's launcher it puts its worker into a session of its own; this worker does not care for SIGTERM, either.
 STUBBORN_WORKER = """
@@ -35,8 +34,8 @@ def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(code: str, log: Path, timeout_seconds: float = 20.0, *, echo: bool = False) -> executors.Ended:
-    environment = {**os.environ, MARKER: str(log)}
-    return executors.LocalExecutor().run([sys.executable, "-c", code], environment, log, timeout_seconds, echo)
+    launch = Launch((sys.executable, "-c", code), {MARKER: str(log)})
+    return executors.LocalExecutor().run(launch, log, timeout_seconds, echo=echo)
 
 
 def test_output_and_exit_status_are_kept(tmp_path: Path) -> None:
@@ -55,6 +54,21 @@ def test_echo_goes_to_stderr_too(tmp_path: Path, capfd: pytest.CaptureFixture[st
 def test_a_time_out_ends_the_launcher_and_tells_by_which_signal(tmp_path: Path) -> None:
     ended = run("import time; time.sleep(60)", tmp_path / "log", 0.2)
     assert (ended.returncode, ended.timed_out) == (-15, True)
+
+
+def test_a_time_out_asks_where_everything_stands(tmp_path: Path) -> None:
+    """Only of processes that know the signal: it would end the others before their time."""
+    child = (
+        "import faulthandler, time\n"
+        "from scaletool.record import STACKS_SIGNAL\n"
+        "faulthandler.register(STACKS_SIGNAL)\n"
+        "def stuck_here(): time.sleep(60)\n"
+        "stuck_here()"
+    )
+    launcher = f"import subprocess, sys; print(subprocess.run([sys.executable, '-c', {child!r}]).returncode)"
+    ended = run(launcher, tmp_path / "log", timeout_seconds=2.0)
+    assert ended.timed_out
+    assert "in stuck_here" in (tmp_path / "log").read_text()
 
 
 def test_workers_in_other_sessions_do_not_outlive_their_launcher(tmp_path: Path) -> None:

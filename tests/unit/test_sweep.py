@@ -17,7 +17,7 @@ from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 from scaletool.record import CPU_STAMP, write_json
 from scaletool.sweep import report
-from scaletool.sweep.command import Machine
+from scaletool.sweep.command import Launch, Machine
 from scaletool.sweep.executors import Ended, FakeExecutor
 from scaletool.sweep.matrix import make_cells
 from scaletool.sweep.report import FORMATS, print_table, table_rows, tables, write_reports
@@ -34,8 +34,8 @@ def plan(out: Path, gpus: Sequence[int] = (1, 2), rounds: int = 2, profiles: Seq
 def worker(speed: Callable[[dict[str, Any]], float] = lambda config: 0.1) -> FakeExecutor:
     """Writes a good record for every launch, its step time by run.json."""
 
-    def script(arguments: Sequence[str]) -> Ended:
-        config = json.loads(Path(arguments[-1]).read_text())
+    def script(launch: Launch) -> Ended:
+        config = json.loads(Path(launch.arguments[-1]).read_text())
         record = good_record(speed(config), gpus=config["launch"]["world_size"], stamp=CPU_STAMP)
         write_json(Path(config["train"]["output_dir"]) / "record.json", record)
         return Ended(0, 1.0)
@@ -65,12 +65,12 @@ def test_speedup_efficiency_and_mode_ratio_by_hand(tmp_path: Path) -> None:
 def test_a_failed_cell_stops_nothing_and_says_why(tmp_path: Path) -> None:
     good = worker()
 
-    def script(arguments: Sequence[str]) -> Ended:
-        out = Path(arguments[-1]).parent
+    def script(launch: Launch) -> Ended:
+        out = Path(launch.arguments[-1]).parent
         if "ddp-trainer-weak-2gpu" in str(out):
             (out / "stderr.log").write_text("lines\nRuntimeError: boom\nmore\n")
             return Ended(1, 1.0)
-        return good.script(arguments)
+        return good.script(launch)
 
     executor = FakeExecutor(script)
     summary = go(plan(tmp_path), executor)
@@ -84,9 +84,9 @@ def test_a_failed_cell_stops_nothing_and_says_why(tmp_path: Path) -> None:
 
 
 def test_the_first_rank_that_left_word_is_believed(tmp_path: Path) -> None:
-    def script(arguments: Sequence[str]) -> Ended:
+    def script(launch: Launch) -> Ended:
         failure = {"outcome": "oom", "reason": "CUDA out of memory", "rank": 1, "exit_status": 3}
-        write_json(Path(arguments[-1]).parent / "failure.rank1.json", failure)
+        write_json(Path(launch.arguments[-1]).parent / "failure.rank1.json", failure)
         return Ended(1, 1.0)
 
     cell = go(plan(tmp_path, rounds=1), FakeExecutor(script))["cells"]["ddp-custom-weak-1gpu"]
@@ -96,8 +96,8 @@ def test_the_first_rank_that_left_word_is_believed(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("timed_out", [False, True])
 def test_the_rank_that_failed_first_is_the_cause(timed_out: bool, tmp_path: Path) -> None:
-    def script(arguments: Sequence[str]) -> Ended:
-        out = Path(arguments[-1]).parent
+    def script(launch: Launch) -> Ended:
+        out = Path(launch.arguments[-1]).parent
         for age, rank, outcome, reason in ((2, 1, "oom", "out of memory"), (1, 0, "crashed", "connection closed")):
             failure = {"outcome": outcome, "reason": reason, "rank": rank, "exit_status": 3}
             path = out / f"failure.rank{rank}.json"
@@ -114,7 +114,7 @@ def test_the_rank_that_failed_first_is_the_cause(timed_out: bool, tmp_path: Path
 
 
 def test_time_out_is_an_outcome(tmp_path: Path) -> None:
-    executor = FakeExecutor(lambda arguments: Ended(-15, 9.0, timed_out=True))
+    executor = FakeExecutor(lambda launch: Ended(-15, 9.0, timed_out=True))
     cell = go(plan(tmp_path, rounds=1), executor)["cells"]["ddp-custom-weak-1gpu"]
     assert cell["outcomes"] == {"timeout": 1}
 
@@ -127,7 +127,7 @@ def test_resume_runs_only_what_is_missing_or_failed(tmp_path: Path) -> None:
     write_json(broken, {**json.loads(broken.read_text()), "outcome": "crashed", "reason": "x"})
     again = worker()
     go(sweep, again, resume=True)
-    assert sorted(Path(arguments[-1]).parent.name for arguments in again.launched) == ["r1", "r2"]
+    assert sorted(Path(launch.arguments[-1]).parent.name for launch in again.launched) == ["r1", "r2"]
     idle = worker()
     summary = go(sweep, idle, resume=True)
     assert idle.launched == []
@@ -154,10 +154,10 @@ def test_resume_of_an_empty_folder_starts(tmp_path: Path) -> None:
 def test_interruption_keeps_what_is_there(tmp_path: Path) -> None:
     good, sweep = worker(), plan(tmp_path)
 
-    def script(arguments: Sequence[str]) -> Ended:
-        if "ddp-custom-weak-2gpu" in arguments[-1]:
+    def script(launch: Launch) -> Ended:
+        if "ddp-custom-weak-2gpu" in launch.arguments[-1]:
             raise KeyboardInterrupt
-        return good.script(arguments)
+        return good.script(launch)
 
     with pytest.raises(KeyboardInterrupt):
         go(sweep, FakeExecutor(script))
@@ -175,9 +175,9 @@ def test_oversubscribed_cells_are_marked_and_left_out(tmp_path: Path) -> None:
 
 
 def test_reports_are_complete_and_escaped(tmp_path: Path) -> None:
-    def script(arguments: Sequence[str]) -> Ended:
+    def script(launch: Launch) -> Ended:
         failure = {"outcome": "crashed", "reason": "<script>alert(1)</script>", "rank": 0, "exit_status": 3}
-        write_json(Path(arguments[-1]).parent / "failure.rank0.json", failure)
+        write_json(Path(launch.arguments[-1]).parent / "failure.rank0.json", failure)
         return Ended(1, 1.0)
 
     sweep = plan(tmp_path)
@@ -185,7 +185,7 @@ def test_reports_are_complete_and_escaped(tmp_path: Path) -> None:
     good = worker()
     (tmp_path / "cells/ddp-custom-weak-1gpu/r1/record.json").unlink()
     open_folder(sweep, resume=True)
-    good.script(["", str(tmp_path / "cells/ddp-custom-weak-1gpu/r1/run.json")])
+    good.script(Launch((str(tmp_path / "cells/ddp-custom-weak-1gpu/r1/run.json"),), {}))
     write_reports(tmp_path, FORMATS)
     page = (tmp_path / "report.html").read_text()
     assert "<script>" not in page

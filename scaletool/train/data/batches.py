@@ -7,6 +7,7 @@ no loss: every row counts once, all ranks do the same steps, nothing can hang.
 
 from __future__ import annotations
 
+import multiprocessing
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -133,11 +134,17 @@ def make_loader(
     data: TokenisedData, sampler: ShardSampler, pad_token_id: int, *, num_workers: int = 0
 ) -> DataLoader[dict[str, Any]]:
     """The loader of one rank. It is final: never hand it to `accelerator.prepare`, which would shard it again."""
+    # Not fork: gloo, NCCL and Arrow have threads running by now, and a lock that one of them holds at the moment of a
+    # fork stays shut in the child. The server starts clean and imports this module once for all its workers.
+    workers = multiprocessing.get_context("forkserver") if num_workers else None
+    if workers:
+        workers.set_forkserver_preload([__name__])
     return DataLoader(
         PaddedBatches(data, pad_token_id),
         sampler=sampler,
         batch_size=None,
         num_workers=num_workers,
+        multiprocessing_context=workers,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if num_workers else None,
     )
