@@ -20,6 +20,8 @@ if TYPE_CHECKING:
 app = typer.Typer(add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False)
 configs_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
 app.add_typer(configs_app, name="configs")
+data_app = typer.Typer(rich_markup_mode=None, invoke_without_command=True)
+app.add_typer(data_app, name="data")
 
 RunFile = Annotated[
     Path | None, typer.Argument(metavar="[RUN.yaml]", help="run config; without it the embedded default")
@@ -67,6 +69,12 @@ def root(
 @configs_app.callback()
 def configs(context: typer.Context) -> None:
     """The shipped profiles."""
+    _help_without_command(context)
+
+
+@data_app.callback()
+def data(context: typer.Context) -> None:
+    """Look at data, and tokenise it ahead."""
     _help_without_command(context)
 
 
@@ -201,6 +209,30 @@ def configs_copy(names: list[str], to: Annotated[Path, typer.Option("--to", help
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_bytes(origin.read_bytes())
         print(target)
+
+
+@data_app.command("inspect")
+def data_inspect(
+    files: Annotated[list[str], typer.Argument(metavar="FILE...", help="data files, or a run config that names them")],
+    json: Annotated[bool, typer.Option("--json", help="print the report as JSON")] = False,
+    set_: Settings = None,
+) -> None:
+    """Count rows, lengths, cuts, duplicates, overlap and padding; tell what training would refuse."""
+    _data_command("inspect", [*files, *(["--json"] if json else [])], set_)
+
+
+@data_app.command("prepare")
+def data_prepare(run_file: RunFile = None, set_: Settings = None) -> None:
+    """Tokenise the data of a run ahead, on all cores. What is interrupted goes on where it was."""
+    _data_command("prepare", [str(run_file)] if run_file else [], set_)
+
+
+def _data_command(command: str, arguments: list[str], settings: list[str] | None) -> NoReturn:
+    import subprocess
+
+    overrides = [word for setting in settings or [] for word in ("--set", setting)]
+    done = subprocess.run([sys.executable, "-m", "scaletool.train.data", command, *arguments, *overrides], check=False)
+    raise typer.Exit(done.returncode)
 
 
 def _measure(plan: Any) -> int:

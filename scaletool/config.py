@@ -21,6 +21,9 @@ import yaml
 
 from scaletool.errors import ConfigError
 
+HUB_NAME = re.compile(r"[A-Za-z0-9][\w-]*(/[\w-]+)?(:\w+)?")
+"""How data.train names a data set of the hub: `owner/name` or `name`, with a split (train without one) as `:split`."""
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -32,6 +35,8 @@ class ModelConfig:
     """Share of activations dropped. 0 keeps losses comparable over modes and GPU counts; T5 fine-tuning uses 0.1."""
     fp16_guard: Literal["auto", "none"] = "auto"
     """Protection against fp16 overflow beyond the libraries' own. None is built in yet, so both values mean that."""
+    gradient_checkpointing: bool = False
+    """Keep only the inputs of blocks and compute the rest again in backward: less memory, slower."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +52,10 @@ class TokenizerConfig:
 @dataclass(frozen=True)
 class DataConfig:
     train: list[str] = field(default_factory=lambda: ["stdlib"])
-    """Files or globs (jsonl, csv, tsv, parquet; the text formats also gzipped), or `stdlib`: the embedded pairs."""
+    """Files or globs (jsonl, csv, tsv, parquet, also .gz and .zst), folders saved by datasets, data sets of the hub
+    (owner/name or owner/name:split), or `stdlib`: the embedded pairs."""
     validation: list[str] | float | None = None
-    """Files or globs, or the share of training rows to hold out (0 to 0.5). Null: no validation."""
+    """Files as for train, or the share of training rows to hold out (0 to 0.5). Null: no validation."""
     source: str = "{source}"
     """Template of the encoder text; {column} is replaced by the column of the row."""
     target: str = "{target}"
@@ -59,11 +65,20 @@ class DataConfig:
     max_target_tokens: int = 64
     """Decoder tokens per example, end mark included; longer texts are cut."""
     per_device_batch_size: int = 8
-    """Examples per GPU per forward."""
-    batching: Literal["padded", "bucketed"] = "bucketed"
-    """padded: random order. bucketed: global batches of like length. Both pad to the longest, in eights."""
-    streaming: Literal[False] = False
-    """Only map-style data is available."""
+    """Examples per GPU per forward; packed: packed rows; with max_batch_tokens: batches, so 1."""
+    batching: Literal["padded", "bucketed", "packed"] = "bucketed"
+    """padded: random order. bucketed: global batches of like length. Both pad to the longest, in eights.
+    packed: several examples behind each other in one row, each seeing only itself."""
+    max_batch_tokens: int | None = None
+    """bucketed only: cut batches by padded source + target slots per GPU per forward. Null: cut by examples."""
+    pack_tokens: int | None = None
+    """packed only: source slots of a packed row, from max_source_tokens up. Null: max_source_tokens."""
+    streaming: bool = False
+    """Read and tokenise rows when they are needed, and keep nothing on disk but where they begin."""
+    shuffle_buffer: int = 16384
+    """streaming only: rows that are shuffled together; they come from blocks all over the data."""
+    delimiter: str | None = None
+    """Column delimiter of CSV and TSV files. Null: a comma and a tab."""
     on_bad_row: Literal["error", "skip"] = "error"
     """What an unreadable or incomplete row does: stop at the first, or be counted, reported and left out."""
     num_workers: int = 0

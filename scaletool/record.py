@@ -69,9 +69,11 @@ def closing_line(record: Mapping[str, Any]) -> str:
     seconds = window["seconds"] or float("nan")
     first, last = (shown(step["loss"], ".4f") for step in (steps[0], steps[-1]))
     skipped = sum(bool(step["skipped"]) for step in steps)
+    rows = record.get("data", {}).get("skipped_rows")
     return (
         f"ok: {len(steps)} steps, {skipped} skipped, loss {first} -> {last},"
         f" {window['samples'] / seconds:.1f} samples/s, {window['real_tokens'] / seconds:.0f} real tokens/s"
+        + (f", {rows} bad rows left out" if rows else "")
     )
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from scaletool.config import LoadedConfig, RunConfig
+from scaletool.config import HUB_NAME, LoadedConfig, RunConfig
 from scaletool.errors import ConfigError
 
 Severity = Literal["error", "warning", "info"]
@@ -101,6 +101,8 @@ BOUNDS: list[tuple[str, Callable[[Any], bool], str, str]] = [
     ("data.max_source_tokens", _within(2, MANY), f"from 2 to {MANY}", "one token is the end mark"),
     ("data.max_target_tokens", _within(2, MANY), f"from 2 to {MANY}", "one token is the end mark"),
     ("data.per_device_batch_size", _within(1, MANY), f"from 1 to {MANY}", ""),
+    ("data.max_batch_tokens", _or_null(_within(16, 2**30)), "null or from 16 to 2^30", "null cuts batches by examples"),
+    ("data.shuffle_buffer", _within(1, 2**24), "from 1 to 2^24", "1 keeps the order of the blocks"),
     ("data.num_workers", _within(0, MOST_WORKERS), f"from 0 to {MOST_WORKERS}", "0 loads in the training process"),
     ("data.seed", lambda value: 0 <= value < SEEDS, "from 0 to 2^32 - 1", ""),
     ("train.max_steps", _or_null(_at_least(1)), "null or at least 1", "null trains for train.epochs"),
@@ -175,7 +177,9 @@ def _missing_files(run: RunConfig) -> Iterator[Problem]:
     validation = run.data.validation if isinstance(run.data.validation, list) else []
     for key, patterns in (("data.train", run.data.train), ("data.validation", validation)):
         for pattern in patterns:
-            if pattern.strip() and pattern != "stdlib" and not glob.glob(pattern, recursive=True):
+            if not pattern.strip() or pattern == "stdlib" or HUB_NAME.fullmatch(pattern):
+                continue  # whether the hub has such a data set is known only when it is loaded
+            if not glob.glob(pattern, recursive=True):
                 yield key, f"{key} names {pattern}, which does not exist", f"looked from {Path.cwd()}; globs are fine"
 
 
@@ -196,6 +200,46 @@ def _validation(run: RunConfig) -> Iterator[Problem]:
     elif validation is not None and not 0 < validation <= 0.5:
         message = f"data.validation is {validation}, a share of the training rows must be above 0 and at most 0.5"
         yield "data.validation", message, "use a share such as 0.02, or name files"
+
+
+@rule("data-batch-tokens")
+def _batch_tokens(run: RunConfig) -> Iterator[Problem]:
+    data = run.data
+    if data.max_batch_tokens is None:
+        return
+    message = f"data.max_batch_tokens is {data.max_batch_tokens}"
+    if data.batching != "bucketed":
+        yield "data.max_batch_tokens", f"{message}, but data.batching is {data.batching}", "set data.batching: bucketed"
+    elif data.streaming:
+        yield "data.max_batch_tokens", f"{message}, but a stream knows no lengths ahead", "set it to null"
+    elif data.per_device_batch_size != 1:
+        message = (
+            f"data.per_device_batch_size is {data.per_device_batch_size}, but data.max_batch_tokens cuts the batches"
+        )
+        yield "data.per_device_batch_size", message, "set data.per_device_batch_size: 1"
+
+
+@rule("data-packed")
+def _packed(run: RunConfig) -> Iterator[Problem]:
+    data = run.data
+    if data.batching == "packed" and data.streaming:
+        message = "data.batching is packed, but a stream knows no lengths ahead"
+        yield "data.batching", message, "set data.streaming: false, or data.batching: bucketed"
+    if data.pack_tokens is None:
+        return
+    if data.batching != "packed":
+        message = f"data.pack_tokens is {data.pack_tokens}, but data.batching is {data.batching}"
+        yield "data.pack_tokens", message, "set data.batching: packed"
+    elif not data.max_source_tokens <= data.pack_tokens <= MANY:
+        message = f"data.pack_tokens is {data.pack_tokens}, it must hold max_source_tokens, {data.max_source_tokens}"
+        yield "data.pack_tokens", message, f"set at least {data.max_source_tokens}, at most {MANY}"
+
+
+@rule("data-delimiter")
+def _delimiter(run: RunConfig) -> Iterator[Problem]:
+    delimiter = run.data.delimiter
+    if delimiter is not None and (len(delimiter) != 1 or delimiter in '"\r\n'):
+        yield "data.delimiter", f"data.delimiter is {delimiter!r}, it must be one character", 'such as ";"'
 
 
 @rule("data-template")

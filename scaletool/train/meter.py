@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from scaletool.errors import RunError
+from scaletool.errors import ConfigError, RunError
 from scaletool.train.data.batches import BatchInfo
 
 COUNTS = ("samples", "source_tokens", "target_tokens", "padded_tokens")
@@ -42,6 +42,7 @@ class Meter:
         self.window_start: float | None = None
         self.window_seconds = 0.0
         self._loss: torch.Tensor | None = None
+        self._bad_rows: dict[str, None] = {}
         self._samples = samples_path.open("w", encoding="utf-8") if samples_path else None
         self._start_step()
 
@@ -59,6 +60,8 @@ class Meter:
             except StopIteration:
                 return
             self._data_wait += time.perf_counter() - asked
+            if isinstance(batch, ConfigError):
+                raise batch
             self._count(batch["info"])
             yield batch
 
@@ -133,6 +136,11 @@ class Meter:
         ]
         return steps, raw, window
 
+    def skipped_of_stream(self) -> dict[str, Any]:
+        """Count of the different bad rows that any rank met, and one of them. Every rank must call it."""
+        bad = [problem for rank in all_gather(list(self._bad_rows)) for problem in rank]
+        return {"skipped_rows": len(set(bad)), "first_skipped": bad[0]} if bad else {}
+
     def _start_step(self, now: float | None = None) -> None:
         self._started = time.perf_counter() if now is None else now
         self._data_wait = 0.0
@@ -143,6 +151,7 @@ class Meter:
         self._counts["samples"] += len(info.rows)
         for name in COUNTS[1:]:
             self._counts[name] += getattr(info, name)
+        self._bad_rows |= dict.fromkeys(info.bad_rows)
         if self._samples:
             micro = info.micro
             line = {"epoch": micro.epoch, "step": micro.step, "micro_step": micro.micro_step, "rows": info.rows}

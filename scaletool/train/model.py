@@ -11,6 +11,7 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, T5Config, T5ForCondi
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
+from scaletool.train.loss import compute_loss_in_forward
 
 T5_VOCABULARY = 32128
 """Rows of the published embedding tables (32,100 pieces, rounded up)."""
@@ -53,6 +54,9 @@ def build_model(config: RunConfig, tokenizer: Any) -> torch.nn.Module:
     model.config.use_cache = False  # a key-value cache is of no use in training and costs memory
     # T5 ties four modules. One shared module object, not four with one weight, is what FSDP2 can group.
     model.set_input_embeddings(model.get_input_embeddings())
+    if config.model.gradient_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compute_loss_in_forward(model)
     return model
 
 

@@ -16,7 +16,7 @@ def build_optimizer(model: torch.nn.Module, config: TrainConfig) -> torch.optim.
     scales = [parameter for parameter in parameters if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": scales, "weight_decay": 0.0}]
     # Under torch's fp16 scaler a fused step hides its overflow: accelerate would take a skipped step for a made one.
-    fused = torch.cuda.is_available() and config.precision != "fp16"
+    fused = not (torch.cuda.is_available() and config.precision == "fp16")
     return torch.optim.AdamW(groups, lr=config.learning_rate, fused=fused)
 
 

@@ -32,14 +32,13 @@ from scaletool.record import (
     write_json,
 )
 from scaletool.train import cpu_engines, observe
-from scaletool.train.data.batches import ShardSampler, make_loader
-from scaletool.train.data.order import GlobalOrder
-from scaletool.train.data.tokenise import TokenisedData, load_data, load_tokenizer
+from scaletool.train.data.shards import load_shards
+from scaletool.train.data.tokenizer import load_tokenizer
 from scaletool.train.export import save_model
 from scaletool.train.meter import Meter
 from scaletool.train.model import build_model
 from scaletool.train.precision import loss_scale, refuse_unfit_gpu, start_loss_scale
-from scaletool.train.steps import Plan, make_plan
+from scaletool.train.steps import Plan
 from scaletool.train.validate import Validation
 from scaletool.train.world import World, bind_engine, cache_folder, own_rank, read_world, world_size
 
@@ -58,7 +57,7 @@ class Run:
     loader: Any
     meter: Meter
     validation: Validation | None
-    data: TokenisedData
+    notes: list[str]
     out: Path
     record: dict[str, Any] = field(default_factory=dict)
     accelerator: Any = None
@@ -102,8 +101,34 @@ class Run:
 
     def batches(self) -> Iterator[dict[str, Any]]:
         """This rank's micro-batches on its device, seen by the meter: what both modes iterate over."""
+        for step in self._steps():
+            tokens = self._step_target_tokens(step)
+            for batch in step:
+                yield {
+                    **send_to_device(batch, self.accelerator.device, non_blocking=True),
+                    "step_target_tokens": tokens,
+                }
+
+    def _steps(self) -> Iterator[list[dict[str, Any]]]:
+        """Micro-batches by step, as far as their loss needs to know each other."""
+        micro_steps = self.plan.gradient_accumulation_steps if self.config.data.streaming else 1
+        step: list[dict[str, Any]] = []
         for batch in self.meter.watch(self.loader):
-            yield send_to_device(batch, self.accelerator.device, non_blocking=True)
+            step.append(batch)
+            if len(step) == micro_steps:
+                yield step
+                step = []
+
+    def _step_target_tokens(self, step: list[dict[str, Any]]) -> Any:
+        """Real target tokens of the global batch: known from the lengths of tokenised data, summed for a stream."""
+        known = step[0]["info"].micro.step_target_tokens
+        if known is not None:
+            return known
+        own = sum(batch["info"].target_tokens for batch in step)
+        total = torch.tensor(own, device=self.accelerator.device)
+        if dist.is_initialized():
+            dist.all_reduce(total)
+        return total.clamp_(min=1)  # of a step whose rows are all bad
 
     def validate(self) -> None:
         if self.validation is None:
@@ -118,6 +143,7 @@ class Run:
     def finish(self) -> None:
         """The mode has made its last step: close the measurement, write the record and the model."""
         steps, ranks, window = self.meter.finish()
+        self.record["data"] |= self.meter.skipped_of_stream()
         if len(steps) != self.plan.optimizer_steps:
             raise RunError(f"planned {self.plan.optimizer_steps} optimizer steps, made {len(steps)}", outcome="invalid")
         if self.validation and not (
@@ -142,17 +168,18 @@ class Run:
     def describe(self, seen: dict[str, Any]) -> str:
         """The resolved plan, printed before training in both modes."""
         plan, parameters = self.plan, self.record["plan"]["parameters"]
+        kind = "packed rows" if self.config.data.batching == "packed" else "batches"
+        grouped = f" in {plan.units} {kind}" if plan.units != plan.rows else ""
         lines = [
             f"{seen['mode']} mode · {seen['engine']} · {seen['world_size']} processes · {seen['precision']}"
             f" · {self.config.model.name}, {parameters:,} parameters",
             f"micro-batch {plan.per_device_batch_size} x accumulation {plan.gradient_accumulation_steps}"
             f" x world {plan.world_size} = global batch {plan.global_batch_size}",
-            f"{plan.rows} rows = {plan.batches_per_rank} batches per rank"
+            f"{plan.rows} rows{grouped} = {plan.batches_per_rank} batches per rank"
             f" = {plan.steps_per_epoch} optimizer steps per epoch;"
             f" {plan.optimizer_steps} steps = {plan.epochs:g} epochs",
         ]
-        if self.data.skipped_rows:
-            lines.append(f"skipped {self.data.skipped_rows} bad rows, the first: {self.data.first_skipped}")
+        lines += self.notes
         if self.record["stamp"]:
             lines.append(self.record["stamp"])
         return "\n".join(lines)
@@ -166,30 +193,18 @@ def build(config: RunConfig, world: World, out: Path) -> Run:
     except OSError as error:
         raise ConfigError(f"{cache} cannot be written to: {error}", where="data.cache_dir") from None
     tokenizer = load_tokenizer(config, cache)
-    data, held_out = load_data(config, cache, tokenizer)
-    plan = make_plan(len(data), world.world_size, config)
-    lengths = data.source_lengths + data.target_lengths if config.data.batching == "bucketed" else None
-    order = GlobalOrder(len(data), plan.global_batch_size, config.data.seed, lengths)
-    share = {"rank": world.rank, "world_size": world.world_size, "per_device_batch_size": plan.per_device_batch_size}
-    sampler = ShardSampler(order, data.target_lengths, steps=range(plan.optimizer_steps), **share)
+    shards = load_shards(config, cache, tokenizer, rank=world.rank, world_size=world.world_size)
     model = build_model(config, tokenizer)
-    validation = None
-    if held_out is not None:
-        source_order = GlobalOrder(len(held_out), plan.world_size * plan.per_device_batch_size, shuffle=False)
-        eval_sampler = ShardSampler(
-            source_order, held_out.target_lengths, steps=range(source_order.steps_per_epoch), **share
-        )
-        validation = Validation(make_loader(held_out, eval_sampler, tokenizer.pad_token_id))
     device = torch.device("cuda", world.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     meter = Meter(
         device,
         log_every=config.train.log_every,
         warmup_steps=config.measure.warmup_steps if config.launch.measured else 0,
-        on_log=lambda row: say(_log_line(row, plan.optimizer_steps)) if world.is_main else None,
+        on_log=lambda row: say(_log_line(row, shards.plan.optimizer_steps)) if world.is_main else None,
         samples_path=out / f"samples.rank{world.rank}.jsonl" if config.measure.record_samples else None,
     )
-    loader = make_loader(data, sampler, tokenizer.pad_token_id, num_workers=config.data.num_workers)
-    run = Run(config, world, plan, tokenizer, model, loader, meter, validation, data, out)
+    validation = Validation(shards.validation) if shards.validation is not None else None
+    run = Run(config, world, shards.plan, tokenizer, model, shards.loader, meter, validation, shards.notes, out)
     run.record |= {
         "schema": SCHEMA,
         "stamp": None if torch.cuda.is_available() else CPU_STAMP,
@@ -197,8 +212,8 @@ def build(config: RunConfig, world: World, out: Path) -> Run:
         "config": config.to_dict(),
         "warmup_steps": meter.warmup_steps,
         "versions": observe.versions(),
-        "plan": {**plan.to_dict(), "parameters": sum(parameter.numel() for parameter in model.parameters())},
-        "data": {"skipped_rows": data.skipped_rows, "first_skipped": data.first_skipped},
+        "plan": {**shards.plan.to_dict(), "parameters": sum(parameter.numel() for parameter in model.parameters())},
+        "data": {"skipped_rows": shards.skipped_rows, "first_skipped": shards.first_skipped},
     }
     return run
 

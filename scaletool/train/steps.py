@@ -12,9 +12,13 @@ from scaletool.errors import ConfigError
 
 @dataclass(frozen=True)
 class Plan:
-    """The arithmetic of a run. A step is an optimizer step of the whole world."""
+    """The arithmetic of a run. A step is an optimizer step of the whole world.
+
+    units: what batches are counted in: rows, packed rows, or batches under a token budget.
+    """
 
     rows: int
+    units: int
     world_size: int
     per_device_batch_size: int
     gradient_accumulation_steps: int
@@ -28,10 +32,11 @@ class Plan:
         return dataclasses.asdict(self)
 
 
-def make_plan(rows: int, world_size: int, config: RunConfig) -> Plan:
-    """batches_per_rank = ceil(rows / (world x batch)); steps = epochs x ceil(batches_per_rank / accumulation).
+def make_plan(rows: int, world_size: int, config: RunConfig, units: int | None = None) -> Plan:
+    """batches_per_rank = ceil(units / (world x batch)); steps = epochs x ceil(batches_per_rank / accumulation).
 
-    `train.max_steps` wins over `train.epochs`. Raises ConfigError when there are fewer rows than processes.
+    units: packed rows, or batches under a token budget; None where units are rows. `train.max_steps` wins over
+    `train.epochs`. Raises ConfigError when there are fewer rows than processes.
     """
     batch, accumulation = config.data.per_device_batch_size, config.train.gradient_accumulation_steps
     if rows < world_size:
@@ -40,11 +45,12 @@ def make_plan(rows: int, world_size: int, config: RunConfig) -> Plan:
             where="data.train",
             hint=f"use at most {rows} processes, or more data",
         )
-    batches_per_rank = -(-rows // (world_size * batch))
+    batches_per_rank = -(-(units or rows) // (world_size * batch))
     steps_per_epoch = -(-batches_per_rank // accumulation)
     steps = config.train.max_steps or config.train.epochs * steps_per_epoch
     return Plan(
         rows=rows,
+        units=units or rows,
         world_size=world_size,
         per_device_batch_size=batch,
         gradient_accumulation_steps=accumulation,

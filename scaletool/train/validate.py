@@ -9,7 +9,8 @@ import torch
 import torch.distributed as dist
 from accelerate.utils import send_to_device
 
-from scaletool.train.loss import loss_share
+from scaletool.errors import ConfigError
+from scaletool.train.loss import loss_sum
 
 
 @dataclass
@@ -22,13 +23,13 @@ class Validation:
     def loss(self, model: torch.nn.Module, device: torch.device) -> float:
         """Every rank must call it: sharded engines gather weights in every forward."""
         model.eval()
-        total, tokens = torch.zeros(1, device=device), 0
+        total = torch.zeros(2, device=device, dtype=torch.float64 if device.type == "cpu" else torch.float32)
         for batch in self.loader:
-            batch = send_to_device(batch, device)
-            step_tokens = batch["info"].micro.step_target_tokens
-            total += loss_share(model, batch) * step_tokens
-            tokens += step_tokens
+            if isinstance(batch, ConfigError):
+                raise batch
+            total[0] += loss_sum(model, send_to_device(batch, device))
+            total[1] += batch["info"].target_tokens
         if dist.is_initialized():
             dist.all_reduce(total)
         model.train()
-        return float(total / tokens)
+        return float(total[0] / total[1])

@@ -19,8 +19,9 @@ from scaletool.config import RunConfig, load_config
 from scaletool.record import CPU_STAMP
 from scaletool.train.data.batches import ShardSampler, make_loader
 from scaletool.train.data.order import GlobalOrder
-from scaletool.train.data.tokenise import load_data, load_tokenizer
-from scaletool.train.loss import loss_share
+from scaletool.train.data.tokenise import load_data
+from scaletool.train.data.tokenizer import load_tokenizer
+from scaletool.train.loss import compute_loss_in_forward, loss_sum
 
 STEPS, EVERY = 5, 2
 Finished = tuple[RunConfig, Path, dict[str, Any], str]
@@ -94,7 +95,7 @@ def test_samples_leave_the_held_out_rows_alone(finished: Finished) -> None:
     cache = Path(str(config.data.cache_dir))
     held_out = load_data(config, cache, load_tokenizer(config, cache))[1]
     assert held_out is not None
-    assert not set(used) & set(held_out.rows["row"])
+    assert not set(used) & set(held_out.numbers.tolist())
 
 
 @torch.no_grad()
@@ -111,7 +112,9 @@ def test_saved_model_has_the_loss_of_the_last_validation(
         order, held_out.target_lengths, rank=0, world_size=1, per_device_batch_size=len(held_out), steps=range(1)
     )
     (batch,) = make_loader(held_out, sampler, tokenizer.pad_token_id)
-    assert float(loss_share(model, batch)) == pytest.approx(record["validation"][-1]["loss"], rel=1e-5)
+    compute_loss_in_forward(model)
+    tokens = batch["info"].target_tokens
+    assert float(loss_sum(model, batch)) / tokens == pytest.approx(record["validation"][-1]["loss"], rel=1e-5)
     assert model.config.use_cache is True
 
 

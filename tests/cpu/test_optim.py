@@ -60,7 +60,7 @@ def test_shared_weight_is_given_once() -> None:
     assert sum(len(group["params"]) for group in optimizer.param_groups) == 1
 
 
-def test_an_overflow_is_seen_as_a_skipped_step() -> None:
+def test_an_overflow_is_seen_as_a_skipped_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real scaler and accelerate's wrapper: what decides whether the schedule advances and the record says so."""
     from accelerate import Accelerator
     from accelerate.optimizer import AcceleratedOptimizer
@@ -68,7 +68,10 @@ def test_an_overflow_is_seen_as_a_skipped_step() -> None:
     Accelerator(cpu=True)
     model = torch.nn.Linear(2, 1)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    optimizer = AcceleratedOptimizer(build_optimizer(model, TrainConfig(precision="fp16")), scaler=scaler)
+    with monkeypatch.context() as on_a_gpu:
+        on_a_gpu.setattr(torch.cuda, "is_available", lambda: True)
+        inner = build_optimizer(model, TrainConfig(precision="fp16"))
+    optimizer = AcceleratedOptimizer(inner, scaler=scaler)
     before = model.weight.detach().clone()
     scaler.scale(model(torch.full((1, 2), float("inf"))).sum()).backward()
     optimizer.step()

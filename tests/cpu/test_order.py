@@ -80,8 +80,12 @@ def test_locate_counts_from_zero() -> None:
     assert [order.locate(step) for step in (0, 2, 3, 7)] == [(0, 0), (0, 2), (1, 0), (2, 1)]
 
 
+def rows_of(micro: MicroBatch) -> list[int]:
+    return [row for rows in micro.indices for row in rows]
+
+
 def shards(order: GlobalOrder, world: int, batch: int, steps: range) -> list[list[MicroBatch]]:
-    lengths = LENGTHS[: order.num_rows]
+    lengths = LENGTHS[: order.num_units]
     return [
         list(ShardSampler(order, lengths, rank=rank, world_size=world, per_device_batch_size=batch, steps=steps))
         for rank in range(world)
@@ -100,8 +104,8 @@ def test_ranks_share_every_global_batch(world: int, accumulation: int) -> None:
         for step in steps:
             micros = [micro for rank in ranks for micro in rank[step * accumulation : (step + 1) * accumulation]]
             batch = order.global_batch(step).tolist()
-            assert sorted(index for micro in micros for index in micro.indices) == sorted(batch)
-            assert max(len(micro.indices) for micro in micros) <= per_device
+            assert sorted(index for micro in micros for index in rows_of(micro)) == sorted(batch)
+            assert max(len(rows_of(micro)) for micro in micros) <= per_device
             assert {micro.step_target_tokens for micro in micros} == {int(LENGTHS[batch].sum())}
             assert {(micro.epoch, micro.step) for micro in micros} == {(step // order.steps_per_epoch, step + 1)}
             assert {micro.micro_step for micro in micros} == set(range(accumulation))
@@ -124,12 +128,12 @@ def test_global_batches_are_the_same_for_every_world() -> None:
         rows: list[list[int]] = [[] for _ in range(14)]
         for rank in ranks:
             for micro in rank:
-                rows[micro.step - 1] += micro.indices
+                rows[micro.step - 1] += rows_of(micro)
         seen.append([sorted(each) for each in rows])
     assert all(each == seen[0] for each in seen)
 
 
 def test_ranks_get_texts_of_like_length() -> None:
     order = GlobalOrder(4096, 64, lengths=LENGTHS[:4096])
-    first, second = ([LENGTHS[list(micro.indices)].sum() for micro in rank] for rank in shards(order, 2, 32, range(60)))
+    first, second = ([LENGTHS[rows_of(micro)].sum() for micro in rank] for rank in shards(order, 2, 32, range(60)))
     assert abs(sum(first) / sum(second) - 1) < 0.02

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import itertools
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -12,22 +13,24 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 
+from scaletool.config import DataConfig
 from scaletool.errors import ConfigError
+from scaletool.train.data.readers import DELIMITERS
 from scaletool.train.data.sources import Source, find_files, stdlib_pairs
 
 PAIRS = [("one", "eins"), ("zwei ü", "two"), ("三", "drei"), ("four, 4", 'vier "4"')]
 JSONL = "".join(json.dumps({"source": source, "target": target}) + "\n" for source, target in PAIRS)
 
 
-def source_of(path: Path | str, on_bad_row: str = "error", **templates: str) -> Source:
-    return Source([str(path)], templates.get("source", "{source}"), templates.get("target", "{target}"), on_bad_row)
+def source_of(*paths: Path | str, **settings: Any) -> Source:
+    return Source([str(path) for path in paths], DataConfig(**settings), Path(tempfile.mkdtemp()))
 
 
-def pairs(path: Path | str, **options: Any) -> list[tuple[str, str]]:
+def pairs(path: Path, **options: Any) -> list[tuple[str, str]]:
     return [(example.source, example.target) for example in source_of(path, **options)]
 
 
-def refusal(path: Path | str, **options: Any) -> str:
+def refusal(path: Path, **options: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         pairs(path, **options)
     return str(caught.value)
@@ -67,13 +70,19 @@ def test_csv_with_semicolons_quoted_newlines_and_byte_order_mark(packed: bool, t
     text = '\ufeffsource;target\r\n"first\nsecond; third";"say ""hi"""\r\nü;x\r\n'
     content = gzip.compress(text.encode()) if packed else text.encode()
     path = write(tmp_path / ("a.csv.gz" if packed else "a.csv"), content)
-    assert pairs(path) == [("first\nsecond; third", 'say "hi"'), ("ü", "x")]
+    assert pairs(path, delimiter=";") == [("first\nsecond; third", 'say "hi"'), ("ü", "x")]
 
 
 @pytest.mark.parametrize("delimiter", [",", ";", "\t", "|"])
-def test_csv_delimiter_is_read_from_the_header(delimiter: str, tmp_path: Path) -> None:
+def test_csv_with_another_delimiter_is_refused_until_it_is_named(delimiter: str, tmp_path: Path) -> None:
     text = delimiter.join(["id", "source", "target"]) + "\n" + delimiter.join(["1", "a", "b"])
-    assert pairs(write(tmp_path / "a.csv", text)) == [("a", "b")]
+    path = write(tmp_path / "a.csv", text)
+    assert pairs(path, delimiter=delimiter) == [("a", "b")]
+    if delimiter == ",":
+        assert pairs(path) == [("a", "b")]
+    else:
+        assert f"the delimiter is a {DELIMITERS[delimiter]}, .csv means a comma" in refusal(path)
+        assert "data.delimiter" in refusal(path)
 
 
 def test_tsv_keeps_commas(tmp_path: Path) -> None:
@@ -95,7 +104,7 @@ def test_templates_join_columns(tmp_path: Path) -> None:
 def test_rows_are_numbered_over_files(tmp_path: Path) -> None:
     write(tmp_path / "b.jsonl", JSONL)
     write(tmp_path / "a.csv", "source,target\n1,2\n")
-    source = Source([str(tmp_path / "*.jsonl"), str(tmp_path / "a.csv")], "{source}", "{target}", "error")
+    source = source_of(tmp_path / "*.jsonl", tmp_path / "a.csv")
     assert [example.row for example in source] == [0, 1, 2, 3, 4]
     assert [example.source for example in source][-1] == "1"  # a second pass gives the same
 
@@ -117,6 +126,12 @@ BAD_LINES = {
     "number": (b'{"source": "a", "target": 3}', "column target is int 3, expected text"),
     "list": (b'{"source": ["a"], "target": "b"}', "column source is list"),
     "no object": (b'"text"', "not a JSON object"),
+    "empty": (b'{"source": "a", "target": ""}', "the target is empty"),
+    "blank": (b'{"source": "a", "target": " \\t\\n"}', "the target is empty"),
+    "shapeless": (b'{"source": "a", "target": "\\u200b\\u2060\\ufeff"}', "the target is empty"),
+    "merge": (b"<<<<<<< HEAD", "a merge conflict marker"),
+    "not a number": (b'{"source": "a", "target": NaN}', "column target is float nan, expected text"),
+    "nested": (b"[" * 100_000, "nested too deeply"),
     "latin-1": (b'{"source": "caf\xe9", "target": "b"}', "byte 0xe9 at column 16 is not UTF-8"),
 }
 
@@ -191,14 +206,15 @@ def test_damaged_gzip(name: str, damage: str, tmp_path: Path) -> None:
     message = refusal(write(tmp_path / name, bytes(packed)), on_bad_row="skip")
     assert name in message
     assert "damaged gzip" in message
+    assert "rows before it are readable" in message
 
 
 @pytest.mark.parametrize("bad_line", [2, 3, 3000])
 def test_csv_that_is_not_utf8_names_the_line(bad_line: int, tmp_path: Path) -> None:
     lines = [b"source,target"] + [b"caf\xe9,b" if line == bad_line else b"a,b" for line in range(2, 4000)]
-    message = refusal(write(tmp_path / "a.csv", b"\n".join(lines)))
-    assert "UTF-8" in message or "utf-8" in message
-    assert f"a.csv:{bad_line}" in message
+    path = write(tmp_path / "a.csv", b"\n".join(lines))
+    assert f"a.csv:{bad_line}: byte 0xe9 at column 4 is not UTF-8" in refusal(path)
+    assert len(pairs(path, on_bad_row="skip")) == 3997
 
 
 def test_csv_with_an_open_quote(tmp_path: Path) -> None:
@@ -218,14 +234,14 @@ def test_globs_are_sorted_and_given_order_is_kept(tmp_path: Path) -> None:
         (tmp_path / name).parent.mkdir(exist_ok=True)
         write(tmp_path / name, "")
     found = find_files([str(tmp_path / "**/*.csv"), str(tmp_path / "*.jsonl")], "data.train")
-    assert [path.name for path in found] == ["c.csv", "a.jsonl", "b.jsonl"]
+    assert found == [tmp_path / "z/c.csv", tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
 
 
 def test_name_with_glob_characters(tmp_path: Path) -> None:
     assert pairs(write(tmp_path / "a[1].jsonl", JSONL)) == PAIRS
 
 
-@pytest.mark.parametrize("pattern", ["none.jsonl", "*.jsonl", "."])
+@pytest.mark.parametrize("pattern", ["none.jsonl", "*.jsonl"])
 def test_nothing_there(pattern: str, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="does not exist") as caught:
         find_files([str(tmp_path / pattern)], "data.validation")
@@ -233,6 +249,21 @@ def test_nothing_there(pattern: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["a.txt", "a", "a.gz", "a.jsonl.bz2"])
-def test_unknown_ending(name: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="no known ending"):
-        find_files([str(write(tmp_path / name, JSONL))], "data.train")
+def test_unknown_ending_is_fine_where_the_content_is_json_lines(name: str, tmp_path: Path) -> None:
+    assert pairs(write(tmp_path / name, JSONL)) == PAIRS
+
+
+@pytest.mark.parametrize("content", ["", "source,target\na,b\n", "plain text\n", b"BZh91AY&SY\x00\xff"])
+def test_unknown_ending_and_unknown_content(content: str | bytes, tmp_path: Path) -> None:
+    message = refusal(write(tmp_path / "a.txt", content))
+    assert "no known ending" in message
+    assert ".jsonl" in message
+
+
+@pytest.mark.parametrize("name", ["no-such-name", "no-such/name", "no-such/name:validation"])
+def test_name_that_is_neither_file_nor_hub_data_set(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=f"{name} is neither a file nor a data set") as caught:
+        Source([name], DataConfig(), tmp_path / "scratch", "data.validation")
+    assert caught.value.where == "data.validation"
+    assert str(tmp_path) in str(caught.value.hint)

@@ -11,8 +11,9 @@ import pytest
 
 from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
-from scaletool.train.data import tokenise
-from scaletool.train.data.tokenise import load_data, load_tokenizer
+from scaletool.train.data import tokenise, tokenizer
+from scaletool.train.data.tokenise import Pair, TokenisedData, load_data
+from scaletool.train.data.tokenizer import load_tokenizer
 
 Make = Callable[..., RunConfig]
 
@@ -36,10 +37,10 @@ def byte_tokenizer(tiny: Make, tmp_path: Path) -> Any:
 def count_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Every real tokenisation and training of a tokenizer adds a word."""
     done: list[str] = []
-    work, trainer = tokenise._tokenise, tokenise.trainers.UnigramTrainer
-    monkeypatch.setattr(tokenise, "_tokenise", lambda *given: (done.append("tokenised"), work(*given))[1])
+    work, trainer = tokenise.tokenise, tokenizer.trainers.UnigramTrainer
+    monkeypatch.setattr(tokenise, "tokenise", lambda *given: (done.append("tokenised"), work(*given))[1])
     monkeypatch.setattr(
-        tokenise.trainers, "UnigramTrainer", lambda **given: (done.append("trained"), trainer(**given))[1]
+        tokenizer.trainers, "UnigramTrainer", lambda **given: (done.append("trained"), trainer(**given))[1]
     )
     return done
 
@@ -47,6 +48,14 @@ def count_work(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 def load(config: RunConfig) -> Any:
     cache = Path(str(config.data.cache_dir))
     return load_data(config, cache, load_tokenizer(config, cache))
+
+
+def rows_of(data: TokenisedData) -> list[Pair]:
+    return data.pairs(range(len(data)))
+
+
+def texts_of(data: TokenisedData) -> list[tuple[int, list[int], list[int]]]:
+    return [(row.number, row.source.tolist(), row.target.tolist()) for row in rows_of(data)]
 
 
 @pytest.mark.parametrize("text", TEXTS)
@@ -69,23 +78,23 @@ def test_cut_texts_keep_their_end_mark(tiny: Make) -> None:
     train, _ = load(tiny(data__max_source_tokens=10, data__max_target_tokens=5))
     assert train.source_lengths.max() == 10
     assert train.target_lengths.max() == 5
-    for row in train.rows:
-        assert row["input_ids"][-1] == row["labels"][-1] == 1
+    for row in rows_of(train):
+        assert row.source[-1] == row.target[-1] == 1
 
 
 def test_lengths_are_those_of_the_rows(tiny: Make) -> None:
     train, validation = load(tiny())
     assert validation is None
-    assert train.source_lengths.tolist() == [len(row["input_ids"]) for row in train.rows]
-    assert train.target_lengths.tolist() == [len(row["labels"]) for row in train.rows]
-    assert train.rows["row"][:] == list(range(60))
+    assert train.source_lengths.tolist() == [len(row.source) for row in rows_of(train)]
+    assert train.target_lengths.tolist() == [len(row.target) for row in rows_of(train)]
+    assert train.numbers.tolist() == list(range(60))
 
 
 def test_second_load_comes_from_the_cache(tiny: Make, rows_file: Path, count_work: list[str]) -> None:
     first, _ = load(tiny())
     again, _ = load(tiny())
     assert count_work == ["tokenised"]
-    assert again.rows[:] == first.rows[:]
+    assert texts_of(again) == texts_of(first)
     moved = rows_file.rename(rows_file.with_name("other.jsonl"))
     os.utime(moved, (1, 1))
     load(tiny(data__train=[str(moved)]))
@@ -100,7 +109,7 @@ def test_changed_file_is_tokenised_again(tiny: Make, rows_file: Path, count_work
     assert rows_file.stat().st_size == before.st_size
     train, _ = load(tiny())
     assert count_work == ["tokenised", "tokenised"]
-    assert any(bytes(number - 3 for number in row["input_ids"][:-1]).find(b"cat") >= 0 for row in train.rows)
+    assert any(bytes(number - 3 for number in row.source[:-1]).find(b"cat") >= 0 for row in rows_of(train))
 
 
 @pytest.mark.parametrize(
@@ -146,14 +155,14 @@ def test_trained_tokenizer_is_cached(tiny: Make, count_work: list[str]) -> None:
 
 def test_validation_share_is_held_out(tiny: Make) -> None:
     train, validation = load(tiny(data__validation=0.1))
-    held_out, trained = set(validation.rows["row"]), set(train.rows["row"])
+    held_out, trained = set(validation.numbers), set(train.numbers)
     assert len(held_out) == 6
     assert held_out.isdisjoint(trained)
     assert held_out | trained == set(range(60))
-    assert validation.source_lengths.tolist() == [len(row["input_ids"]) for row in validation.rows]
+    assert validation.source_lengths.tolist() == [len(row.source) for row in rows_of(validation)]
     again = load(tiny(data__validation=0.1))[1]
     other = load(tiny(data__validation=0.1, data__seed=1))[1]
-    assert set(again.rows["row"]) == held_out != set(other.rows["row"])
+    assert set(again.numbers) == held_out != set(other.numbers)
 
 
 def test_small_share_holds_out_one_row(tiny: Make) -> None:
@@ -205,13 +214,15 @@ def test_saved_tokenizer_is_read_by_path(tiny: Make, byte_tokenizer: Any, tmp_pa
     assert read("é")["input_ids"] == byte_tokenizer("é")["input_ids"]
 
 
-@pytest.mark.parametrize("damage", ["lengths.npy", "skipped.json"])
+@pytest.mark.parametrize("damage", ["lengths.npy", "facts.json", "part-000000.arrow"])
 def test_a_damaged_cache_is_built_again(damage: str, tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"source": "one", "target": "two"}\n')
     config = RunConfig().replace(data__train=[str(tmp_path / "a.jsonl")])
     tokenizer = load_tokenizer(config, tmp_path)
     first, _ = load_data(config, tmp_path, tokenizer)
     (entry,) = [path for path in tmp_path.glob("tokens-*") if path.is_dir()]
+    expected = texts_of(first)
+    (entry / damage).unlink()
     (entry / damage).write_bytes(b"x")
     again, _ = load_data(config, tmp_path, tokenizer)
-    assert again.rows[:] == first.rows[:]
+    assert texts_of(again) == expected

@@ -37,7 +37,9 @@ class Finished:
         return [step["grad_norm"] for step in self.record["steps"]]
 
 
-def accelerate_launch(profile: str, processes: int, *arguments: str, flags: Sequence[str] = (), **options: Any) -> Finished:
+def accelerate_launch(
+    profile: str, processes: int, *arguments: str, flags: Sequence[str] = (), **options: Any
+) -> Finished:
     """`accelerate launch --config_file accelerate_configs/<profile>.yaml --num_processes N -m scaletool.train ...`"""
     launcher = ["-m", "accelerate.commands.launch", "--config_file", f"accelerate_configs/{profile}.yaml"]
     launcher += ["--num_processes", str(processes), "--num_machines", "1", "--main_process_port", str(free_port())]
@@ -63,7 +65,7 @@ def run(command: list[str], *, out: Path, environment: dict[str, str] | None = N
     output = log.read_text()
     record_path = out / "record.json"
     record = json.loads(record_path.read_text()) if record_path.is_file() else {}
-    if ended.timed_out or ok and (ended.returncode != 0 or record.get("outcome") != "ok"):
+    if ended.timed_out or (ok and (ended.returncode != 0 or record.get("outcome") != "ok")):
         tail = "\n".join(output.splitlines()[-TAIL_LINES:])
         word = "no end in time" if ended.timed_out else f"status {ended.returncode}"
         raise AssertionError(f"{word}, {record.get('outcome')}: {' '.join(command)}\n{tail}")

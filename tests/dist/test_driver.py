@@ -22,7 +22,13 @@ def start(*arguments: str, cwd: Path, environment: dict[str, str] | None = None)
     command = [sys.executable, "-m", "scaletool", *arguments]
     variables = {**os.environ, **(environment or {})}
     return subprocess.Popen(
-        command, cwd=cwd, env=variables, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+        command,
+        cwd=cwd,
+        env=variables,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
 
 
@@ -78,6 +84,12 @@ def test_train_launches_one_run(rows_file: Path, tmp_path: Path) -> None:
         ("data.train=missing.jsonl", {}, 2, "missing.jsonl, which does not exist"),
         ("data.train=empty.jsonl", {}, 2, "no usable rows"),
         ("data.train=one.jsonl", {}, 2, "fewer than 2 processes"),
+        (
+            "data.train=bad.jsonl,data.streaming=true,data.num_workers=1",
+            {},
+            2,
+            "bad.jsonl:57: no value for column target",
+        ),
         ("model.name=no/such/model", {}, 2, "no/such/model"),
         ("train.max_steps=2", {"ACCELERATE_MIXED_PRECISION": "bf16"}, 3, "ACCELERATE_MIXED_PRECISION=bf16"),
         ("train.max_steps=2", {"ACCELERATE_GRADIENT_ACCUMULATION_STEPS": "4"}, 3, "STEPS=4"),
@@ -88,14 +100,28 @@ def test_exit_status_tells_whose_fault(
 ) -> None:
     (tmp_path / "empty.jsonl").touch()
     (tmp_path / "one.jsonl").write_text('{"source": "a", "target": "b"}\n')
-    process = start("train", "--gpus", "2", "--set", setting, cwd=tmp_path, environment=variables)
+    rows = ['{"source": "a"}' if number == 56 else '{"source": "a", "target": "b"}' for number in range(64)]
+    (tmp_path / "bad.jsonl").write_text("\n".join(rows))
+    words = [word for part in setting.split(",") for word in ("--set", part)]
+    process = start("train", "--gpus", "2", *words, cwd=tmp_path, environment=variables)
     status, out, err = finish(process)
     assert status == expected, out + err
     assert message in out + err
 
 
 def test_a_killed_rank_fails_its_cell_only(rows_file: Path, tmp_path: Path) -> None:
-    words = ["--gpus", "2", "--modes", "custom,trainer", "--rounds", "1", "--set", f"data.train={rows_file}", "--out", "s"]
+    words = [
+        "--gpus",
+        "2",
+        "--modes",
+        "custom,trainer",
+        "--rounds",
+        "1",
+        "--set",
+        f"data.train={rows_file}",
+        "--out",
+        "s",
+    ]
     process = start("sweep", *words, "--steps", "300", cwd=tmp_path)
     wait_for_training(tmp_path, 2)[1].send_signal(signal.SIGKILL)
     status, out, err = finish(process)
@@ -111,7 +137,19 @@ def test_a_hanging_rank_is_a_time_out(rows_file: Path, tmp_path: Path) -> None:
     settings = [f"data.train={rows_file}", "measure.timeout_seconds=25"]
     words = [part for setting in settings for part in ("--set", setting)]
     process = start(
-        "sweep", "--gpus", "2", "--modes", "custom", "--rounds", "1", "--steps", str(LONG_RUN), *words, "--out", "s", cwd=tmp_path
+        "sweep",
+        "--gpus",
+        "2",
+        "--modes",
+        "custom",
+        "--rounds",
+        "1",
+        "--steps",
+        str(LONG_RUN),
+        *words,
+        "--out",
+        "s",
+        cwd=tmp_path,
     )
     wait_for_training(tmp_path, 2)[1].send_signal(signal.SIGSTOP)
     status, _, err = finish(process)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-
 from launching import Finished, accelerate_launch
 
 # Same fp32 sums in another order: engines differ by rounding only, some 1e-6 after six steps.
@@ -15,8 +14,15 @@ LOSS_TOLERANCE = 2e-5
 PROFILES = ["ddp", "zero1", "zero2", "zero2_offload", "zero3", "fsdp", "fsdp_grad_op"]
 
 
-def launch(profile: str, mode: str, rows_file: Path, out: Path, processes: int = 2, flags: tuple[str, ...] = ()) -> Finished:
-    settings = ["train.max_steps=6", "train.gradient_accumulation_steps=2", f"data.train={rows_file}", "data.per_device_batch_size=4"]
+def launch(
+    profile: str, mode: str, rows_file: Path, out: Path, processes: int = 2, flags: tuple[str, ...] = ()
+) -> Finished:
+    settings = [
+        "train.max_steps=6",
+        "train.gradient_accumulation_steps=2",
+        f"data.train={rows_file}",
+        "data.per_device_batch_size=4",
+    ]
     if processes == 4:
         settings[-1] = "data.per_device_batch_size=2"
     arguments = [part for setting in settings for part in ("--set", setting)]
@@ -51,14 +57,22 @@ def test_hsdp_on_two_by_two(mode: str, rows_file: Path, tmp_path: Path, referenc
 
 def test_validation_is_the_same_under_a_sharded_engine(rows_file: Path, tmp_path: Path) -> None:
     """Validation between steps, loader processes, and the saved model: none of it may depend on engine or mode."""
-    settings = [f"data.train={rows_file}", "data.validation=0.1", "train.eval_every=2", "train.max_steps=5", "data.num_workers=1"]
+    settings = [
+        f"data.train={rows_file}",
+        "data.validation=0.1",
+        "train.eval_every=2",
+        "train.max_steps=5",
+        "data.num_workers=1",
+    ]
     arguments = [part for setting in settings for part in ("--set", setting)]
     plain = accelerate_launch("ddp", 2, *arguments, out=tmp_path / "ddp")
     sharded = accelerate_launch("zero3", 2, "--mode", "trainer", *arguments, out=tmp_path / "zero3")
     assert [entry["step"] for entry in plain.record["validation"]] == [2, 4, 5]
     for one, other in zip(plain.record["validation"], sharded.record["validation"], strict=True):
         assert one["loss"] == pytest.approx(other["loss"], abs=LOSS_TOLERANCE)
-    weights = [safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ddp", "zero3")]
+    weights = [
+        safetensors.torch.load_file(tmp_path / name / "model" / "model.safetensors") for name in ("ddp", "zero3")
+    ]
     assert weights[0].keys() == weights[1].keys()
     for name, tensor in weights[0].items():
         assert torch.allclose(tensor, weights[1][name], atol=LOSS_TOLERANCE), name

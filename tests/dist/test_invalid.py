@@ -5,7 +5,6 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
 from launching import accelerate_launch, python, torchrun
 
 SHORT = ["--set", "train.max_steps=2"]
@@ -15,7 +14,9 @@ SHORT = ["--set", "train.max_steps=2"]
 @pytest.mark.parametrize(
     ("variable", "value"), [("ACCELERATE_GRADIENT_ACCUMULATION_STEPS", "4"), ("ACCELERATE_MIXED_PRECISION", "bf16")]
 )
-def test_wrong_environment_variable_alone(variable: str, value: str, mode: str, tmp_path: Path, rows_file: Path) -> None:
+def test_wrong_environment_variable_alone(
+    variable: str, value: str, mode: str, tmp_path: Path, rows_file: Path
+) -> None:
     data = ["--set", f"data.train={rows_file}"]
     done = python("--mode", mode, *SHORT, *data, out=tmp_path, environment={variable: value}, ok=False)
     assert done.status == 3

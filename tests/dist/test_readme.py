@@ -48,7 +48,9 @@ def test_command_runs(command: str, scratch: Path) -> None:
 
 @pytest.mark.parametrize("command", [command for command in COMMANDS if command.startswith("make ")])
 def test_make_target_exists(command: str) -> None:
-    done = subprocess.run(["make", "-n", *command.split()[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        ["make", "-n", *command.split()[1:]], cwd=REPOSITORY, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

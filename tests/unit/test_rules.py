@@ -72,8 +72,30 @@ EXAMPLES: dict[str, tuple[list[Values], list[Values]]] = {
         [{"tokenizer__kind": "train", "tokenizer__vocab_size": 300}, {"tokenizer__vocab_size": 1}],
     ),
     "data-train-empty": (one("data__train", [], ["a.jsonl", " "]), one("data__train", ["a.jsonl"])),
+    "data.max_batch_tokens-range": (
+        [{"data__max_batch_tokens": 8, "data__per_device_batch_size": 1}],
+        one("data__max_batch_tokens", None),
+    ),
+    "data.shuffle_buffer-range": (one("data__shuffle_buffer", 0), one("data__shuffle_buffer", 1, 1000)),
+    "data-batch-tokens": (
+        [
+            {"data__max_batch_tokens": 400},  # with batches of 8 examples
+            {"data__max_batch_tokens": 400, "data__per_device_batch_size": 1, "data__batching": "padded"},
+            {"data__max_batch_tokens": 400, "data__per_device_batch_size": 1, "data__streaming": True},
+        ],
+        [{"data__max_batch_tokens": 400, "data__per_device_batch_size": 1}],
+    ),
+    "data-packed": (
+        [
+            {"data__batching": "packed", "data__streaming": True},
+            {"data__pack_tokens": 512},
+            {"data__pack_tokens": 255, "data__batching": "packed"},
+        ],
+        [{"data__batching": "packed"}, {"data__pack_tokens": 256, "data__batching": "packed"}],
+    ),
+    "data-delimiter": (one("data__delimiter", "", ";;", '"'), one("data__delimiter", ";", "\t", None)),
     "data-files": (
-        one("data__train", ["no-such-*.jsonl"], ["a.jsonl", "no-such"]),
+        one("data__train", ["no-such-*.jsonl"], ["a.jsonl", "no-such.csv"]),
         one("data__train", ["stdlib"], ["*.jsonl"]),
     ),
     "data-stdlib-alone": (one("data__train", ["stdlib", "a.jsonl"]), one("data__train", ["stdlib"], ["./a.jsonl"])),

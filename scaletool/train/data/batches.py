@@ -1,7 +1,7 @@
-"""A rank's share of every global batch, as padded tensors: the one loader that both modes read.
+"""A rank's share of every global batch, as tensors: the one loader that both modes read.
 
 Every step has exactly `gradient_accumulation_steps` micro-batches on every rank. Where the last
-global batch of an epoch is short, its rows are dealt evenly and the rest is padding that carries
+global batch of an epoch is short, its units are dealt evenly and the rest is padding that carries
 no loss: every row counts once, all ranks do the same steps, nothing can hang.
 """
 
@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from scaletool.errors import ConfigError
+from scaletool.train.data.groups import Groups
 from scaletool.train.data.order import GlobalOrder
-from scaletool.train.data.tokenise import TokenisedData
+from scaletool.train.data.readers import BadRow
 
 PAD_MULTIPLE = 8  # tensor cores want lengths in multiples of 8
 IGNORED_LABEL = -100
@@ -27,43 +29,55 @@ IGNORED_LABEL = -100
 class MicroBatch:
     """What one rank computes in one forward.
 
-    step counts from 1 over the run; rows are source-order row numbers, indices places in the tokenised data;
-    step_target_tokens counts the real target tokens of the whole global batch: the divisor of its mean loss.
+    step counts from 1 over the run. indices: the rows, as places in the data, by packed row where rows are packed,
+    else all in one. step_target_tokens counts the real target tokens of the whole global batch, the divisor of its
+    mean loss; None where a stream cannot know it ahead.
     """
 
     epoch: int
     step: int
     micro_step: int
-    indices: tuple[int, ...]
-    step_target_tokens: int
+    indices: tuple[tuple[int, ...], ...]
+    step_target_tokens: int | None
 
 
 @dataclass(frozen=True)
 class BatchInfo:
-    """Host-side facts of a collated micro-batch; padded_tokens counts every slot, padding included."""
+    """Host-side facts of a collated micro-batch; padded_tokens counts every slot, padding included.
+
+    bad_rows: what a stream left out, (row number in the data, problem).
+    """
 
     micro: MicroBatch
     rows: tuple[int, ...]
     source_tokens: int
     target_tokens: int
     padded_tokens: int
+    bad_rows: tuple[str, ...] = ()
 
 
 class ShardSampler(Sampler[MicroBatch]):
-    """Deals the global batches of `steps` (counted from 0) to one rank."""
+    """Deals the global batches of `steps` (counted from 0) to one rank.
+
+    target_lengths: shape (rows,), None for a stream. groups: the rows of every unit of the order, None where units
+    are rows. packed: a unit is a packed row, not a batch.
+    """
 
     def __init__(
         self,
         order: GlobalOrder,
-        target_lengths: np.ndarray,
+        target_lengths: Any,
         *,
         rank: int,
         world_size: int,
         per_device_batch_size: int,
         steps: range,
+        groups: Groups | None = None,
+        packed: bool = False,
     ) -> None:
         self.order, self.target_lengths, self.steps = order, target_lengths, steps
         self.rank, self.world_size, self.per_device_batch_size = rank, world_size, per_device_batch_size
+        self.groups, self.packed = groups, packed
         self.micro_steps = order.global_batch_size // (world_size * per_device_batch_size)
 
     def __len__(self) -> int:
@@ -73,65 +87,106 @@ class ShardSampler(Sampler[MicroBatch]):
         width = self.world_size * self.per_device_batch_size
         for step in self.steps:
             batch = self.order.global_batch(step)
-            target_tokens = int(self.target_lengths[batch].sum())
+            epoch, target_tokens = self.order.locate(step)[0], self._target_tokens(batch)
             for micro_step in range(self.micro_steps):
-                # Rows of a batch stand in order of length: dealt like cards, every rank gets the like of the others.
-                dealt = batch[micro_step * width : (micro_step + 1) * width][self.rank :: self.world_size]
-                yield MicroBatch(self.order.locate(step)[0], step + 1, micro_step, tuple(dealt.tolist()), target_tokens)
+                dealt = deal(batch[micro_step * width : (micro_step + 1) * width], self.world_size)[self.rank]
+                yield MicroBatch(epoch, step + 1, micro_step, self._rows(dealt), target_tokens)
+
+    def _target_tokens(self, batch: np.ndarray) -> int | None:
+        if self.target_lengths is None:
+            return None
+        rows = batch if self.groups is None else np.concatenate([self.groups.rows(unit) for unit in batch])
+        return int(self.target_lengths[rows].sum())
+
+    def _rows(self, units: np.ndarray) -> tuple[tuple[int, ...], ...]:
+        if self.groups is None:
+            return (tuple(units.tolist()),)
+        rows = [tuple(self.groups.rows(unit).tolist()) for unit in units]
+        return tuple(rows) if self.packed else (sum(rows, ()),)
 
 
-class PaddedBatches(Dataset[dict[str, Any]]):
+def deal(units: np.ndarray, hands: int) -> list[np.ndarray]:
+    """Units in order of length to the hands, to and fro: every hand gets nearly the same work."""
+    rounds = [units[start : start + hands] for start in range(0, len(units), hands)]
+    turned = [units if number % 2 == 0 else units[::-1] for number, units in enumerate(rounds)]
+    if turned and len(turned[-1]) < hands:
+        turned[-1] = rounds[-1]
+    return [np.array([units[hand] for units in turned if hand < len(units)], dtype=np.int64) for hand in range(hands)]
+
+
+class Collator(Dataset[Any]):
     """Turns a MicroBatch into tensors.
 
-    input_ids, attention_mask: (examples, source length); labels, decoder_input_ids: (examples, target length), both
-    padded to the longest, in multiples of 8. Labels are -100 where padded; the decoder sees the start mark (the pad
-    number, as T5 was trained) and then the labels shifted by one. info: BatchInfo.
+    data: anything with `pairs(indices)`, tokenised or streamed. The tensors:
+    input_ids (rows, source slots), decoder_input_ids and labels (rows, target slots), padded in multiples of 8; labels
+    are -100 where padded, and the decoder sees the start mark (the pad number, as T5 was trained) and then the labels
+    shifted by one. label_places: int64, the places of real labels in labels.view(-1).
+    attention_mask (rows, source slots), or, where rows are packed, source_segments and target_segments of the shapes
+    of the tokens: 1 for the first example of a row, 2 for the second, 0 for padding.
+    info: BatchInfo. A ConfigError (a bad row in a stream) is the item itself: raised in a loader process it would lose
+    its form.
     """
 
-    def __init__(self, data: TokenisedData, pad_token_id: int) -> None:
-        self.data, self.pad_token_id = data, pad_token_id
+    def __init__(self, data: Any, pad_token_id: int, packed: bool = False) -> None:
+        self.data, self.pad_token_id, self.packed = data, pad_token_id, packed
 
     def __len__(self) -> int:
         return len(self.data)
 
-    def __getitem__(self, micro: MicroBatch) -> dict[str, Any]:  # type: ignore[override]
-        if micro.indices:
-            columns = self.data.rows[list(micro.indices)]
-        else:  # nothing dealt in a short last batch: one row of padding without any label
-            columns = {"row": [], "input_ids": [[self.pad_token_id]], "labels": [[]]}
-        sources, targets = columns["input_ids"], columns["labels"]
-        input_ids = self._pad(sources, self.pad_token_id)
-        labels = self._pad(targets, IGNORED_LABEL)
-        decoder_input_ids = torch.full_like(labels, self.pad_token_id)
-        decoder_input_ids[:, 1:] = labels[:, :-1].masked_fill(labels[:, :-1] == IGNORED_LABEL, self.pad_token_id)
-        source_lengths = torch.tensor([len(source) for source in sources])
-        attention_mask = (torch.arange(input_ids.shape[1]) < source_lengths[:, None]).long()
-        real_sources = int(source_lengths.sum()) if micro.indices else 0
+    def __getitem__(self, micro: MicroBatch) -> dict[str, Any] | ConfigError:  # type: ignore[override]
+        try:
+            found = [self.data.pairs(rows) for rows in micro.indices if rows]
+        except ConfigError as error:
+            return error
+        bad = tuple(str(entry) for row in found for entry in row if isinstance(entry, BadRow))
+        rows = [[entry for entry in row if not isinstance(entry, BadRow)] for row in found]
+        if not self.packed:
+            rows = [[pair] for row in rows for pair in row]
+        rows = [row for row in rows if row]
+        sources, source_segments = filled([[pair.source for pair in row] for row in rows], self.pad_token_id)
+        labels, target_segments = filled([[pair.target for pair in row] for row in rows], IGNORED_LABEL)
+        starts = (np.diff(target_segments, axis=1, prepend=0) != 0) & (target_segments != 0)
+        decoder_inputs = np.full_like(labels, self.pad_token_id)
+        decoder_inputs[:, 1:] = np.where(labels[:, :-1] == IGNORED_LABEL, self.pad_token_id, labels[:, :-1])
+        decoder_inputs[starts] = self.pad_token_id  # every example begins with the start mark
+        arrays = {
+            "input_ids": sources,
+            "decoder_input_ids": decoder_inputs,
+            "labels": labels,
+            "label_places": np.flatnonzero(labels != IGNORED_LABEL),
+        }
+        if self.packed:
+            arrays |= {"source_segments": source_segments, "target_segments": target_segments}
+        else:
+            arrays["attention_mask"] = source_segments
+        pairs = [pair for row in rows for pair in row]
         info = BatchInfo(
             micro,
-            tuple(columns["row"]),
-            real_sources,
-            sum(len(target) for target in targets),
-            input_ids.numel() + labels.numel(),
+            rows=tuple(pair.number for pair in pairs),
+            source_tokens=sum(len(pair.source) for pair in pairs),
+            target_tokens=sum(len(pair.target) for pair in pairs),
+            padded_tokens=sources.size + labels.size,
+            bad_rows=bad,
         )
-        return {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "decoder_input_ids": decoder_input_ids,
-            "labels": labels,
-            "info": info,
-        }
+        return {**{name: torch.from_numpy(array) for name, array in arrays.items()}, "info": info}
 
-    def _pad(self, sequences: Sequence[Sequence[int]], value: int) -> torch.Tensor:
-        longest = max(1, max(len(sequence) for sequence in sequences))
-        padded = np.full((len(sequences), -(-longest // PAD_MULTIPLE) * PAD_MULTIPLE), value, dtype=np.int64)
-        for index, sequence in enumerate(sequences):
-            padded[index, : len(sequence)] = sequence
-        return torch.from_numpy(padded)
+
+def filled(rows: Sequence[Sequence[np.ndarray]], padding: int) -> tuple[np.ndarray, np.ndarray]:
+    """(tokens, segments), int64, of the texts of every row behind each other. Without any row: one row of padding."""
+    widest = max([sum(map(len, row)) for row in rows], default=1)
+    shape = (max(1, len(rows)), -(-widest // PAD_MULTIPLE) * PAD_MULTIPLE)
+    tokens, segments = np.full(shape, padding, dtype=np.int64), np.zeros(shape, dtype=np.int64)
+    for place, row in enumerate(rows):
+        at = 0
+        for number, text in enumerate(row, start=1):
+            end = at + len(text)
+            tokens[place, at:end], segments[place, at:end] = text, number
+            at = end
+    return tokens, segments
 
 
 def make_loader(
-    data: TokenisedData, sampler: ShardSampler, pad_token_id: int, *, num_workers: int = 0
+    data: Any, sampler: Sequence[MicroBatch] | ShardSampler, pad_token_id: int, *, num_workers: int = 0
 ) -> DataLoader[dict[str, Any]]:
     """The loader of one rank. It is final: never hand it to `accelerator.prepare`, which would shard it again."""
     # Not fork: gloo, NCCL and Arrow have threads running by now, and a lock that one of them holds at the moment of a
@@ -140,7 +195,7 @@ def make_loader(
     if workers:
         workers.set_forkserver_preload([__name__])
     return DataLoader(
-        PaddedBatches(data, pad_token_id),
+        Collator(data, pad_token_id, getattr(sampler, "packed", False)),
         sampler=sampler,
         batch_size=None,
         num_workers=num_workers,

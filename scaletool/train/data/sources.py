@@ -1,27 +1,29 @@
-"""Read (source, target) texts from files, one row at a time, with the place of every bad row."""
+"""(source, target) texts from the files of a run config: templates filled, every bad row placed and counted."""
 
 from __future__ import annotations
 
 import ast
-import csv
 import glob
-import gzip
+import hashlib
 import json
+import os
 import string
 import sys
 import sysconfig
-import zlib
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+import unicodedata
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
+import numpy as np
+
+from scaletool.config import HUB_NAME, DataConfig
 from scaletool.errors import ConfigError
+from scaletool.train.data.readers import BadRow, FolderRows, Reader, Row, open_reader
 
 STDLIB = "stdlib"
-FORMATS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
-GZIP_MAGIC = b"\x1f\x8b"
-PARQUET_ROWS_PER_READ = 4096
+ROWS_PER_READ = 4096
 
 
 @dataclass(frozen=True)
@@ -45,63 +47,99 @@ class BadRows:
         self.first = self.first or problem
 
 
-class BadRow(Exception):
-    """A row that cannot be used; the text names file, line and problem."""
+def find_files(patterns: Sequence[str], key: str) -> list[Path | str]:
+    """The files, folders and names of hub data sets behind `patterns`, in the given order.
 
-
-def find_files(patterns: Sequence[str], key: str) -> list[Path]:
-    """The files behind paths and globs, in the given order. Raises ConfigError for one that matches nothing."""
-    files: list[Path] = []
+    Raises ConfigError for a pattern that matches nothing.
+    """
+    files: list[Path | str] = []
     for pattern in patterns:
-        matches = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))] or [Path(pattern)]
-        for path in matches:
-            if not path.is_file():
-                raise ConfigError(
-                    f"data file {pattern} does not exist", where=key, hint=f"looked from {Path.cwd()}; globs are fine"
-                )
-            if _format(path) not in FORMATS:
-                raise ConfigError(
-                    f"data file {path} has no known ending",
-                    where=key,
-                    hint="known: " + " ".join(FORMATS) + ", also .gz",
-                )
+        matches: list[Path | str] = [Path(match) for match in sorted(glob.glob(pattern, recursive=True))]
+        if not matches and Path(pattern).exists():  # a name with characters of a glob in it
+            matches = [Path(pattern)]
+        if not matches and HUB_NAME.fullmatch(pattern):
+            matches = [pattern]
+        if not matches:
+            raise ConfigError(
+                f"data file {pattern} does not exist", where=key, hint=f"looked from {Path.cwd()}; globs are fine"
+            )
         files += matches
     return files
 
 
-@dataclass
 class Source:
-    """Files (or the embedded pairs) read through two templates, the same way every time."""
+    """The rows of all files, one behind the other, as pairs.
 
-    patterns: Sequence[str]
-    source_template: str
-    target_template: str
-    on_bad_row: str
-    key: str = "data.train"
-    bad_rows: BadRows = field(default_factory=BadRows)
+    folder: where indexes, unpacked files and the standard library's pairs go; it must outlive the source.
+    readers: those of an earlier source over the same files and folder.
+    Raises ConfigError for files that cannot be opened.
+    """
+
+    def __init__(
+        self,
+        patterns: Sequence[str],
+        data: DataConfig,
+        folder: Path,
+        key: str = "data.train",
+        readers: list[Reader] | None = None,
+    ) -> None:
+        self.patterns, self.key = patterns, key
+        self.templates = (data.source, data.target)
+        self.on_bad_row = data.on_bad_row
+        self.bad_rows = BadRows()
+        self.readers = readers if readers is not None else _readers(patterns, data, folder, key)
+        self.ends = np.cumsum([len(reader) for reader in self.readers], dtype=np.int64)
+
+    def __len__(self) -> int:
+        """Rows, bad ones counted in."""
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    @property
+    def notes(self) -> list[str]:
+        return [note for reader in self.readers for note in reader.notes]
+
+    def sizes(self) -> np.ndarray:
+        """int64, shape (rows,): the bytes of every row."""
+        return np.concatenate([reader.sizes() for reader in self.readers])
+
+    def read(self, rows: Sequence[int]) -> list[Example | BadRow]:
+        """The pairs of these rows, or what is wrong with them, in the given order."""
+        found: list[Example | BadRow] = []
+        for reader, first, numbers in _runs(rows, self.ends):
+            entries = self.readers[reader].read([number - first for number in numbers])
+            found += [self._pair(number, entry) for number, entry in zip(numbers, entries, strict=True)]
+        return found
 
     def __iter__(self) -> Iterator[Example]:
-        """Yield the usable examples. Raises ConfigError at the first bad row unless told to skip."""
-        for row, entry in enumerate(self._entries()):
-            try:
-                if isinstance(entry, BadRow):
-                    raise entry
-                place, columns = entry
-                source = _fill(self.source_template, columns, place)
-                yield Example(row, source, _fill(self.target_template, columns, place))
-            except BadRow as problem:
-                if self.on_bad_row == "error":
-                    raise ConfigError(
-                        str(problem), where=self.key, hint="mend the file, or set data.on_bad_row: skip"
-                    ) from None
-                self.bad_rows.note(str(problem))
+        """All usable pairs. Raises ConfigError at the first bad row unless told to skip."""
+        for start in range(0, len(self), ROWS_PER_READ):
+            yield from self.usable(self.read(range(start, min(start + ROWS_PER_READ, len(self)))))
 
-    def _entries(self) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-        if list(self.patterns) == [STDLIB]:
-            yield from (("the standard library", pair) for pair in stdlib_pairs())
-            return
-        for path in find_files(self.patterns, self.key):
-            yield from _read(path)
+    def usable(self, pairs: Iterable[Example | BadRow]) -> Iterator[Example]:
+        """The policy `data.on_bad_row`: stop at a bad row, or count it and go on."""
+        for pair in pairs:
+            if isinstance(pair, Example):
+                yield pair
+            elif self.on_bad_row == "error":
+                hint = "mend the file, or set data.on_bad_row: skip"
+                raise ConfigError(str(pair), where=self.key, hint=hint)
+            else:
+                self.bad_rows.note(str(pair))
+
+    def _pair(self, row: int, entry: Row) -> Example | BadRow:
+        if isinstance(entry, BadRow):
+            return entry
+        place, columns = entry
+        try:
+            source, target = (_fill(template, columns, place) for template in self.templates)
+        except BadRow as problem:
+            return problem
+        return BadRow(f"{place}: the target is empty") if is_blank(target) else Example(row, source, target)
+
+
+def is_blank(text: str) -> bool:
+    """True for nothing but spaces and characters without a shape (zero-width space and its like)."""
+    return not text.strip() or all(char.isspace() or unicodedata.category(char) == "Cf" for char in text)
 
 
 def stdlib_pairs() -> Iterator[dict[str, str]]:
@@ -130,9 +168,81 @@ def stdlib_version() -> str:
     return f"{sys.version} {sysconfig.get_paths()['stdlib']}"
 
 
-def _format(path: Path) -> str:
-    suffixes = [suffix.lower() for suffix in path.suffixes]
-    return (suffixes[:-1] if suffixes[-1:] == [".gz"] else suffixes)[-1:][0] if suffixes and suffixes != [".gz"] else ""
+def content_of(patterns: Sequence[str], key: str = "data.train") -> list[str]:
+    """A digest per file. The whole content counts: a file edited in place must not be taken for the old one."""
+    if list(patterns) == [STDLIB]:
+        return [stdlib_version()]
+    digests = []
+    for path in find_files(patterns, key):
+        if isinstance(path, str):
+            digests.append(path)
+            continue
+        files = sorted(path.rglob("*")) if path.is_dir() else [path]
+        found = hashlib.sha256(str(path.suffixes).encode())
+        for file in filter(Path.is_file, files):
+            with file.open("rb") as stream:
+                while block := stream.read(1 << 22):
+                    found.update(block)
+        digests.append(found.hexdigest())
+    return digests
+
+
+def digest(settings: dict[str, Any]) -> str:
+    """A short name for settings, the same in every process."""
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+
+
+def _files(patterns: Sequence[str], key: str, folder: Path) -> list[Path | str]:
+    if list(patterns) != [STDLIB]:
+        return find_files(patterns, key)
+    path = folder / "stdlib.jsonl"
+    if not path.is_file():
+        scratch = path.with_suffix(".tmp")
+        with scratch.open("w", encoding="utf-8", errors="surrogatepass") as stream:
+            stream.writelines(json.dumps(pair) + "\n" for pair in stdlib_pairs())
+        os.replace(scratch, path)
+    return [path]
+
+
+def _readers(patterns: Sequence[str], data: DataConfig, folder: Path, key: str) -> list[Reader]:
+    folder.mkdir(parents=True, exist_ok=True)
+    readers = []
+    for number, path in enumerate(_files(patterns, key, folder)):
+        scratch = folder / str(number)  # two files of one name must not meet
+        scratch.mkdir(exist_ok=True)
+        readers.append(_open(path, scratch, data.delimiter, key))
+    return readers
+
+
+def _open(path: Path | str, folder: Path, delimiter: str | None, key: str) -> Reader:
+    if isinstance(path, Path):
+        try:
+            return open_reader(path, folder, delimiter)
+        except ConfigError as error:
+            error.where = error.where or key
+            raise
+    import datasets
+
+    name, _, split = path.partition(":")
+    try:
+        return FolderRows(path, datasets.load_dataset(name, split=split or "train"))
+    except Exception as error:  # the hub's client raises many kinds
+        text = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise ConfigError(
+            f"{path} is neither a file nor a data set that can be loaded: {text}",
+            where=key,
+            hint=f"looked from {Path.cwd()}; a data set of the hub is owner/name or owner/name:split",
+        ) from None
+
+
+def _runs(rows: Sequence[int], ends: np.ndarray) -> Iterator[tuple[int, int, list[int]]]:
+    """(reader, its first row, rows) for every stretch of `rows` that lies in one reader."""
+    numbers = np.asarray(rows, dtype=np.int64)
+    readers = np.searchsorted(ends, numbers, side="right")
+    for part in np.split(np.arange(len(numbers)), np.flatnonzero(np.diff(readers)) + 1):
+        if len(part):
+            reader = int(readers[part[0]])
+            yield reader, int(ends[reader - 1]) if reader else 0, numbers[part].tolist()
 
 
 def _fill(template: str, columns: dict[str, Any], place: str) -> str:
@@ -152,89 +262,3 @@ def _fill(template: str, columns: dict[str, Any], place: str) -> str:
     except UnicodeEncodeError as error:  # JSON can write half a surrogate pair, UTF-8 cannot
         raise BadRow(f"{place}: half a surrogate pair, {text[error.start]!a}, at character {error.start + 1}") from None
     return text
-
-
-def _read(path: Path) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-    kind = _format(path)
-    if kind == ".parquet":
-        yield from _read_parquet(path)
-        return
-    with _open(path) as stream:
-        try:
-            yield from _read_table(path, stream, kind) if kind in (".csv", ".tsv") else _read_json_lines(path, stream)
-        except (EOFError, gzip.BadGzipFile, zlib.error) as error:
-            raise ConfigError(f"{path}: damaged gzip: {error}", hint="the file is cut off or not gzip") from None
-
-
-def _open(path: Path) -> IO[bytes]:
-    with path.open("rb") as stream:
-        packed = stream.read(2) == GZIP_MAGIC  # by content: endings lie
-    return gzip.open(path, "rb") if packed else path.open("rb")  # type: ignore[return-value]
-
-
-def _read_json_lines(path: Path, stream: IO[bytes]) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-    for number, raw in enumerate(stream, start=1):
-        place = f"{path}:{number}"
-        if number == 1:
-            raw = raw.removeprefix(b"\xef\xbb\xbf")
-            if raw.lstrip()[:1] == b"[":
-                raise ConfigError(f"{path} is one JSON array", where=place, hint="write one JSON object per line")
-        if not raw.strip():
-            continue
-        try:
-            columns = json.loads(raw.decode("utf-8"))
-        except UnicodeDecodeError as error:
-            yield BadRow(f"{place}: byte {raw[error.start]:#04x} at column {error.start + 1} is not UTF-8")
-        except json.JSONDecodeError as error:
-            yield BadRow(f"{place}: not valid JSON: {error.msg} at column {error.colno}")
-        else:
-            yield (place, columns) if isinstance(columns, dict) else BadRow(f"{place}: not a JSON object")
-
-
-def _read_table(path: Path, stream: IO[bytes], kind: str) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-    csv.field_size_limit(2**31 - 1)
-    text = _decoded(path, stream)
-    head = next(text, "")
-    delimiter = "\t" if kind == ".tsv" else max(",;\t|", key=head.count)
-    names = next(csv.reader([head], delimiter=delimiter), [])
-    if repeated := {name for name in names if names.count(name) > 1}:
-        raise ConfigError(f"{path}: column {', '.join(sorted(repeated))} is named twice", where=f"{path}:1")
-    reader = csv.reader(text, delimiter=delimiter, strict=True)
-    while True:
-        place = f"{path}:{reader.line_num + 2}"
-        try:
-            values = next(reader)
-        except StopIteration:
-            return
-        except csv.Error as error:
-            raise ConfigError(f"{place}: cannot be read as CSV: {error}", where=place) from None
-        if not values:
-            continue
-        if len(values) != len(names):
-            yield BadRow(f"{place}: {len(values)} fields, the header names {len(names)}")
-        else:
-            yield place, dict(zip(names, values, strict=True))
-
-
-def _decoded(path: Path, stream: IO[bytes]) -> Iterator[str]:
-    """The lines of a file, line ends kept; a text stream would decode ahead and not know the line of a bad byte."""
-    for number, raw in enumerate(stream, start=1):
-        try:
-            yield raw.decode("utf-8-sig" if number == 1 else "utf-8")
-        except UnicodeDecodeError as error:
-            byte = f"byte {raw[error.start]:#04x} at column {error.start + 1}"
-            raise ConfigError(f"{path}:{number}: {byte} is not UTF-8", where=f"{path}:{number}") from None
-
-
-def _read_parquet(path: Path) -> Iterator[tuple[str, dict[str, Any]] | BadRow]:
-    import pyarrow.parquet
-
-    try:
-        table = pyarrow.parquet.ParquetFile(path)
-        number = 0
-        for batch in table.iter_batches(PARQUET_ROWS_PER_READ):
-            for columns in batch.to_pylist():
-                number += 1
-                yield f"{path}:row {number}", columns
-    except (pyarrow.ArrowInvalid, OSError) as error:
-        raise ConfigError(f"{path}: not readable as Parquet: {error}") from None

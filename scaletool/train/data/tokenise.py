@@ -1,251 +1,281 @@
-"""Texts to token numbers, once per content and settings, in an Arrow cache on disk."""
+"""Texts to token numbers, once per content and settings, in an Arrow cache on disk.
+
+A cache entry is a folder: Arrow parts of up to ROWS_PER_PART rows, and the lengths of all rows beside them. Work that
+was interrupted goes on behind its last whole part.
+"""
 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import shutil
-from collections.abc import Iterator
-from dataclasses import dataclass
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-import datasets
 import numpy as np
+import pyarrow
 from filelock import FileLock
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
-from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from scaletool.config import DataConfig, RunConfig, TokenizerConfig
+from scaletool.config import DataConfig, RunConfig
 from scaletool.errors import ConfigError
-from scaletool.train.data.sources import STDLIB, Source, find_files, stdlib_version
+from scaletool.record import read_json, write_json
+from scaletool.train.data.groups import Groups
+from scaletool.train.data.sources import Example, Source, content_of, digest
 
-CACHE_VERSION = 2
-ROWS_PER_PROCESS = 2000
-SPECIAL_TOKENS = ["<pad>", "</s>", "<unk>"]
+CACHE_VERSION = 3
+ROWS_PER_PART = 1 << 16
+ROWS_PER_CALL = 4096  # texts handed to the tokenizer at once, to be spread over all cores
+COLUMNS = ("input_ids", "labels")
+
+
+class Pair(NamedTuple):
+    """number: of the row in the source order. source, target: int32, its tokens."""
+
+    number: int
+    source: np.ndarray
+    target: np.ndarray
+
+
+Progress = Callable[[int, int], None]
+"""Called with the rows done and the rows there are."""
 
 
 @dataclass(frozen=True)
 class TokenisedData:
-    """Tokenised pairs and the lengths that the order is made from.
+    """Tokenised pairs on disk, both sides ending in the end mark, and their lengths.
 
-    rows: dataset with `row` (source order), `input_ids`, `labels`, both ending in the end mark.
-    source_lengths, target_lengths: int32 arrays of shape (num_rows,), in tokens.
+    numbers: int64, row numbers in the source order. source_lengths, target_lengths: int32, in tokens. All of shape
+    (rows,). places: where a row stands in the cache; None for the same place.
     """
 
-    rows: datasets.Dataset
+    folder: Path
+    numbers: np.ndarray
     source_lengths: np.ndarray
     target_lengths: np.ndarray
     skipped_rows: int = 0
     first_skipped: str | None = None
+    notes: tuple[str, ...] = ()
+    places: np.ndarray | None = field(default=None, repr=False)
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.numbers)
+
+    def __reduce__(self) -> Any:
+        return _reopen, (self.folder, self.places)  # loader processes map the files for themselves
 
     def take(self, indices: np.ndarray) -> TokenisedData:
         """The pairs at `indices`, skip counts kept."""
-        return TokenisedData(
-            self.rows.select(indices),
-            self.source_lengths[indices],
-            self.target_lengths[indices],
-            self.skipped_rows,
-            self.first_skipped,
+        places = indices if self.places is None else self.places[indices]
+        return replace(
+            self,
+            numbers=self.numbers[indices],
+            source_lengths=self.source_lengths[indices],
+            target_lengths=self.target_lengths[indices],
+            places=places,
         )
 
+    def pairs(self, indices: Sequence[int]) -> list[Pair]:
+        """The rows at `indices`, without a copy of their tokens."""
+        parts, ends = self._parts
+        found = []
+        for index in indices:
+            place = int(index if self.places is None else self.places[index])
+            part = int(np.searchsorted(ends, place, side="right"))
+            place -= int(ends[part - 1]) if part else 0
+            tokens = (values[offsets[place] : offsets[place + 1]] for values, offsets in parts[part])
+            found.append(Pair(int(self.numbers[index]), *tokens))
+        return found
 
-def load_data(config: RunConfig, cache: Path, tokenizer: Any) -> tuple[TokenisedData, TokenisedData | None]:
+    @cached_property
+    def _parts(self) -> tuple[list[list[tuple[np.ndarray, np.ndarray]]], np.ndarray]:
+        """(values, offsets) of both columns of every part, mapped from disk, and the rows up to each part's end."""
+        parts = []
+        for path in sorted(self.folder.glob("part-*.arrow")):
+            table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
+            columns = [table.column(name).chunk(0) for name in COLUMNS]
+            parts.append([(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns])
+        return parts, np.cumsum([len(part[0][1]) - 1 for part in parts])
+
+
+def load_data(
+    config: RunConfig, cache: Path, tokenizer: Any, progress: Progress | None = None
+) -> tuple[TokenisedData, TokenisedData | None]:
     """Training and validation data, tokenised or taken from the cache. Raises ConfigError for unusable data."""
     data = config.data
-    train = _load(data.train, "data.train", config, cache, tokenizer)
+    train = load_tokens(data.train, "data.train", config, cache, tokenizer, progress)
     if data.validation is None:
         return train, None
     if isinstance(data.validation, list):
-        return train, _load(data.validation, "data.validation", config, cache, tokenizer)
-    held_out = max(1, round(len(train) * data.validation))
-    if held_out == len(train):
-        raise ConfigError(
-            f"{len(train)} rows leave none to train on", where="data.validation", hint="name files, or null"
-        )
-    shuffled = np.random.default_rng(data.seed).permutation(len(train))
-    return train.take(np.sort(shuffled[held_out:])), train.take(np.sort(shuffled[:held_out]))
+        return train, load_tokens(data.validation, "data.validation", config, cache, tokenizer, progress)
+    kept, held_out = split(len(train), data.validation, data.seed)
+    return train.take(kept), train.take(held_out)
 
 
-def load_tokenizer(config: RunConfig, cache: Path) -> Any:
-    """The tokenizer of the run config: pad, end and unknown have numbers, calls end in the end mark."""
-    settings = config.tokenizer
-    if settings.kind == "bytes":
-        return _byte_tokenizer()
-    if settings.kind == "path":
-        try:
-            return AutoTokenizer.from_pretrained(settings.path)
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"tokenizer {settings.path} cannot be loaded: {error}", where="tokenizer.path") from None
-    return _trained_tokenizer(config, settings, cache)
+def split(rows: int, share: float, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """(rows to train on, rows to validate on), both in source order. Raises ConfigError where none would be left."""
+    held_out = max(1, round(rows * share))
+    if held_out >= rows:
+        raise ConfigError(f"{rows} rows leave none to train on", where="data.validation", hint="name files, or null")
+    shuffled = np.random.default_rng(seed).permutation(rows)
+    return np.sort(shuffled[held_out:]), np.sort(shuffled[:held_out])
 
 
-def _byte_tokenizer() -> PreTrainedTokenizerFast:
-    """UTF-8 bytes with ByT5's numbers: pad 0, end 1, unknown 2, byte b is b + 3."""
-    alphabet = bytes_to_unicode()
-    vocabulary = {token: number for number, token in enumerate(SPECIAL_TOKENS)}
-    vocabulary |= {alphabet[byte]: byte + len(SPECIAL_TOKENS) for byte in range(256)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    return _with_end_mark(tokenizer)
-
-
-def bytes_to_unicode() -> dict[int, str]:
-    """The visible character that byte-level tokenizers write for each byte (the table of GPT-2's encoder)."""
-    visible = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    hidden = [byte for byte in range(256) if byte not in visible]
-    return {byte: chr(byte) for byte in visible} | {byte: chr(256 + index) for index, byte in enumerate(hidden)}
-
-
-def _trained_tokenizer(config: RunConfig, settings: TokenizerConfig, cache: Path) -> PreTrainedTokenizerFast:
-    key = _digest(
-        {"train": _content(config.data.train), "texts": _templates(config.data), "vocab_size": settings.vocab_size}
-    )
-    path = cache / f"tokenizer-{key}.json"
-    with FileLock(f"{path}.lock"):
-        if not path.is_file():
-            tokenizer = Tokenizer(models.Unigram())
-            tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
-            tokenizer.decoder = decoders.Metaspace()
-            trainer = trainers.UnigramTrainer(
-                vocab_size=settings.vocab_size, special_tokens=SPECIAL_TOKENS, unk_token="<unk>", show_progress=False
-            )
-            source = _source(config.data.train, "data.train", config.data)
-            tokenizer.train_from_iterator((text for pair in source for text in (pair.source, pair.target)), trainer)
-            scratch = path.with_suffix(f".{os.getpid()}.tmp")
-            tokenizer.save(str(scratch))
-            os.replace(scratch, path)
-    return _with_end_mark(Tokenizer.from_file(str(path)))
-
-
-def _with_end_mark(tokenizer: Tokenizer) -> PreTrainedTokenizerFast:
-    tokenizer.post_processor = processors.TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 1)])
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, pad_token="<pad>", eos_token="</s>", unk_token="<unk>", padding_side="right"
-    )
-
-
-def _load(patterns: list[str], key: str, config: RunConfig, cache: Path, tokenizer: Any) -> TokenisedData:
+def load_tokens(
+    patterns: list[str], key: str, config: RunConfig, cache: Path, tokenizer: Any, progress: Progress | None = None
+) -> TokenisedData:
     """Tokenise or load one set of files. One process per cache entry works, the others wait for its lock."""
     data = config.data
     settings = {
         "version": CACHE_VERSION,
-        "content": _content(patterns, key),
-        "templates": _templates(data),
+        "content": content_of(patterns, key),
+        "templates": [data.source, data.target],
+        "delimiter": data.delimiter,
         "limits": [data.max_source_tokens, data.max_target_tokens],
         "on_bad_row": data.on_bad_row,
-        "tokenizer": hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest(),
+        "tokenizer": tokenizer_digest(tokenizer),
     }
-    folder = cache / f"tokens-{_digest(settings)}"
+    folder = cache / f"tokens-{digest(settings)}"
     cache.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
         try:
             return _read(folder)
-        except (OSError, ValueError, KeyError):  # not there yet, or damaged
+        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):  # not there yet, or damaged
             shutil.rmtree(folder, ignore_errors=True)
-        scratch = folder.with_name(f"{folder.name}.{os.getpid()}.tmp")
+        partial = folder.with_name(f"{folder.name}.partial")
+        partial.mkdir(exist_ok=True)
         try:
-            _tokenise(_source(patterns, key, data), tokenizer, data, scratch)
-            os.replace(scratch, folder)
-        finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                tokenise(Source(patterns, data, Path(scratch), key), tokenizer, data, partial, progress)
+        except ConfigError:  # the data has to be mended, and will be another entry
+            shutil.rmtree(partial, ignore_errors=True)
+            raise
+        os.replace(partial, folder)
         return _read(folder)
 
 
+def tokenizer_digest(tokenizer: Any) -> str:
+    return hashlib.sha256(tokenizer.backend_tokenizer.to_str().encode()).hexdigest()
+
+
+def tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path, progress: Progress | None = None) -> None:
+    """Write the parts that are missing in `folder`, then the lengths of all. Raises ConfigError for no usable row."""
+    for number, start in enumerate(range(0, len(source), ROWS_PER_PART)):
+        facts = folder / f"part-{number:06}.json"
+        if not facts.is_file():
+            rows = range(start, min(start + ROWS_PER_PART, len(source)))
+            before = source.bad_rows.count
+            source.bad_rows.first = None
+            numbers, lengths = _write_part(source, rows, tokenizer, data, folder / f"part-{number:06}", progress)
+            np.save(facts.with_suffix(".npy"), np.stack([numbers, *lengths]))
+            write_json(facts, {"skipped": source.bad_rows.count - before, "first": source.bad_rows.first})
+        elif progress:
+            progress(min(start + ROWS_PER_PART, len(source)), len(source))
+    facts_of_parts: list[Any] = [read_json(path) for path in sorted(folder.glob("part-*.json"))]
+    skipped = sum(facts["skipped"] for facts in facts_of_parts)
+    first = next((facts["first"] for facts in facts_of_parts if facts["first"]), None)
+    columns = [np.load(path) for path in sorted(folder.glob("part-*.npy"))]
+    joined = np.concatenate(columns, axis=1) if columns else np.empty((3, 0), dtype=np.int64)
+    if joined.shape[1] == 0:
+        note = f"; {skipped} skipped, the first: {first}" if skipped else ""
+        raise ConfigError(f"no usable rows in {', '.join(source.patterns)}: empty{note}", where=source.key)
+    np.save(folder / "numbers.npy", joined[0])
+    np.save(folder / "lengths.npy", joined[1:].astype(np.int32))
+    write_json(folder / "facts.json", {"skipped": skipped, "first": first, "notes": source.notes})
+    for path in folder.glob("part-*.npy"):
+        path.unlink()
+
+
+def _write_part(
+    source: Source, rows: range, tokenizer: Any, data: DataConfig, path: Path, progress: Progress | None
+) -> tuple[np.ndarray, list[np.ndarray]]:
+    """One Arrow file; returns row numbers and lengths. While the tokenizer works, the next texts are read."""
+    numbers: list[int] = []
+    tokens: list[list[tuple[np.ndarray, np.ndarray]]] = []
+    for examples in _read_ahead(source, rows):
+        numbers += [example.row for example in examples]
+        tokens.append(encode(tokenizer, examples, data))
+        if progress:
+            progress(numbers[-1] + 1 if numbers else rows.stop, len(source))
+    arrays, lengths = [], []
+    for column in range(len(COLUMNS)):
+        values = np.concatenate([part[column][0] for part in tokens] or [np.empty(0, np.int32)])
+        counts = np.concatenate([part[column][1] for part in tokens] or [np.empty(0, np.int32)])
+        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        arrays.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values)))
+        lengths.append(counts)
+    table = pyarrow.table(arrays, names=list(COLUMNS))
+    with (
+        pyarrow.OSFile(str(path.with_suffix(".arrow")), "wb") as sink,
+        pyarrow.ipc.new_stream(sink, table.schema) as out,
+    ):
+        out.write_table(table)
+    return np.array(numbers, dtype=np.int64), lengths
+
+
+def _read_ahead(source: Source, rows: range) -> Iterator[list[Example]]:
+    """Usable pairs in blocks; the next block is read in a thread while the caller works on this one."""
+    blocks = [rows[start : start + ROWS_PER_CALL] for start in range(0, len(rows), ROWS_PER_CALL)]
+    with ThreadPoolExecutor(1) as reading:
+        coming = None
+        for block in [*blocks, None]:
+            here, coming = coming, reading.submit(source.read, block) if block is not None else None
+            if here is not None:
+                yield list(source.usable(here.result()))
+
+
+def encode(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[tuple[np.ndarray, np.ndarray]]:
+    """(tokens of all texts one behind the other, tokens per text) for sources and for targets, cut at the limits."""
+    backend = tokenizer.backend_tokenizer
+    backend.encode_special_tokens = True  # a text that says "</s>" is text, not the end
+    backend.no_padding()
+    found = []
+    for texts, limit in (
+        ([example.source for example in examples], data.max_source_tokens),
+        ([example.target for example in examples], data.max_target_tokens),
+    ):
+        backend.enable_truncation(limit)
+        lists = [encoding.ids for encoding in backend.encode_batch_fast(texts)]
+        counts = np.fromiter(map(len, lists), dtype=np.int32, count=len(lists))
+        flat = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32, count=int(counts.sum()))
+        found.append((flat, counts))
+    return found
+
+
+def load_groups(data: TokenisedData, name: str, settings: dict[str, Any], make: Callable[[], Groups]) -> Groups:
+    """Groups from the cache entry of the tokens, made at the first call."""
+    rows = [len(data), None if data.places is None else hashlib.sha256(data.places.tobytes()).hexdigest()]
+    path = data.folder / f"{name}-{digest({**settings, 'rows': rows})}.npz"
+    with FileLock(f"{path}.lock"):
+        try:
+            with np.load(path) as kept:
+                return Groups(kept["starts"], kept["members"])
+        except (OSError, ValueError, KeyError):
+            groups = make()
+            scratch = path.with_suffix(".tmp.npz")
+            np.savez(scratch, starts=groups.starts, members=groups.members)
+            os.replace(scratch, path)
+            return groups
+
+
+def _reopen(folder: Path, places: np.ndarray | None) -> TokenisedData:
+    data = _read(folder)
+    return data if places is None else data.take(places)
+
+
 def _read(folder: Path) -> TokenisedData:
-    rows = datasets.load_from_disk(str(folder / "rows"))
-    lengths = np.load(folder / "lengths.npy")
-    skipped = json.loads((folder / "skipped.json").read_text())
-    return TokenisedData(rows, lengths[0], lengths[1], skipped["count"], skipped["first"])
-
-
-def _source(patterns: list[str], key: str, data: DataConfig) -> Source:
-    return Source(patterns, data.source, data.target, data.on_bad_row, key)
-
-
-def _tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path) -> None:
-    def texts() -> Iterator[dict[str, Any]]:
-        for example in source:
-            yield {"row": example.row, "source": example.source, "target": example.target}
-
-    def encode(batch: dict[str, list[str]]) -> dict[str, list[list[int]]]:
-        # split_special_tokens: a text that says "</s>" is text, not the end.
-        common = {"truncation": True, "split_special_tokens": True}
-        return {
-            "input_ids": tokenizer(batch["source"], max_length=data.max_source_tokens, **common)["input_ids"],
-            "labels": tokenizer(batch["target"], max_length=data.max_target_tokens, **common)["input_ids"],
-        }
-
-    datasets.disable_progress_bars()
-    text_rows = _from_generator(texts, folder / "texts")
-    if len(text_rows) == 0:
-        skipped = (
-            f"; {source.bad_rows.count} skipped, the first: {source.bad_rows.first}" if source.bad_rows.count else ""
-        )
-        raise ConfigError(f"no usable rows in {', '.join(source.patterns)}{skipped}", where=source.key)
-    processes = min(len(os.sched_getaffinity(0)), len(text_rows) // ROWS_PER_PROCESS)
-    rows = text_rows.map(
-        encode,
-        batched=True,
-        remove_columns=["source", "target"],
-        num_proc=processes if processes > 1 else None,
-        cache_file_name=str(folder / "map.arrow"),
-        new_fingerprint="tokenised",
+    facts = json.loads((folder / "facts.json").read_text(encoding="utf-8"))
+    numbers = np.load(folder / "numbers.npy", mmap_mode="r")
+    lengths = np.load(folder / "lengths.npy", mmap_mode="r")
+    data = TokenisedData(
+        folder, numbers, lengths[0], lengths[1], facts["skipped"], facts["first"], tuple(facts["notes"])
     )
-    rows.save_to_disk(str(folder / "rows"))
-    lengths = [rows.data.column(name).combine_chunks() for name in ("input_ids", "labels")]
-    np.save(folder / "lengths.npy", np.stack([_list_lengths(column) for column in lengths]))
-    (folder / "skipped.json").write_text(json.dumps({"count": source.bad_rows.count, "first": source.bad_rows.first}))
-    shutil.rmtree(folder / "texts", ignore_errors=True)
-    for scratch in folder.glob("map*.arrow"):
-        scratch.unlink()
-
-
-def _from_generator(texts: Any, folder: Path) -> datasets.Dataset:
-    features = datasets.Features(
-        {
-            "row": datasets.Value("int64"),
-            "source": datasets.Value("large_string"),
-            "target": datasets.Value("large_string"),
-        }
-    )
-    path = folder / "texts.arrow"
-    folder.mkdir(parents=True)
-    with datasets.arrow_writer.ArrowWriter(path=str(path), features=features) as writer:
-        for row in texts():
-            writer.write(row)
-        count, _ = writer.finalize()
-    return datasets.Dataset.from_file(str(path)) if count else datasets.Dataset.from_dict({})
-
-
-def _list_lengths(column: Any) -> np.ndarray:
-    import pyarrow.compute
-
-    return np.asarray(pyarrow.compute.list_value_length(column), dtype=np.int32)
-
-
-def _templates(data: DataConfig) -> list[str]:
-    return [data.source, data.target]
-
-
-def _content(patterns: list[str], key: str = "data.train") -> list[str]:
-    """A digest per file. The whole content counts: a file edited in place must not hit the old cache."""
-    if patterns == [STDLIB]:
-        return [stdlib_version()]
-    digests = []
-    for path in find_files(patterns, key):
-        digest = hashlib.sha256(str(path.suffixes).encode())
-        with path.open("rb") as stream:
-            while block := stream.read(1 << 22):
-                digest.update(block)
-        digests.append(digest.hexdigest())
-    return digests
-
-
-def _digest(settings: dict[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:20]
+    if not len(data) == lengths.shape[1] == data._parts[1][-1]:
+        raise ValueError(f"{folder} is not whole")
+    return data

@@ -1,0 +1,120 @@
+"""Rows put together once, before training: packed rows, and batches under a token budget.
+
+The groups are made from lengths alone and do not depend on epoch or world size, so the order can treat a group like a
+row: every invariant of the order holds for them as it stands.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+WINDOW_ROWS = 1 << 16  # rows that are put together at a time
+CANDIDATES = 8  # open packed rows of one free length that are looked at
+ROUND = 8
+TARGET_SPARE = 1.5  # at 1.1 a tenth more packed rows of the standard library stay open on the source side
+
+
+@dataclass(frozen=True)
+class Groups:
+    """Rows by group: group g holds members[starts[g]:starts[g + 1]]."""
+
+    starts: np.ndarray
+    members: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def rows(self, group: int) -> np.ndarray:
+        return self.members[self.starts[group] : self.starts[group + 1]]
+
+    def sums(self, lengths: np.ndarray) -> np.ndarray:
+        """Per group the sum of its rows' lengths."""
+        return np.add.reduceat(np.asarray(lengths)[self.members], self.starts[:-1])
+
+
+def pack(sources: np.ndarray, targets: np.ndarray, source_slots: int, target_slots: int, seed: int = 0) -> Groups:
+    """Rows of at most `source_slots` and `target_slots` tokens, by best fit, what fills most of a row first.
+
+    sources, targets: shape (rows,), tokens of each.
+    """
+    groups: list[list[int]] = []
+    for window in _windows(len(sources), seed):
+        share = np.asarray(sources)[window] / source_slots + np.asarray(targets)[window] / target_slots
+        window = window[np.argsort(-share, kind="stable")]
+        by_free: list[list[int]] = [[] for _ in range(source_slots + 1)]  # open groups by free source slots
+        free_targets: dict[int, int] = {}
+        for row in window.tolist():
+            source, target = int(sources[row]), int(targets[row])
+            group, free = _best_fit(by_free, free_targets, source, target)
+            if group is None:
+                group, free = len(groups), source_slots
+                groups.append([])
+                free_targets[group] = target_slots
+            else:
+                by_free[free].remove(group)
+            groups[group].append(row)
+            free_targets[group] -= target
+            by_free[free - source].append(group)
+    return _joined(groups)
+
+
+def cut_by_tokens(sources: np.ndarray, targets: np.ndarray, most_tokens: int, seed: int = 0) -> Groups:
+    """Groups of like rows whose padded slots, rows x (longest source + longest target), stay within `most_tokens`.
+
+    A row that is longer alone makes a group of its own.
+    """
+    groups: list[list[int]] = []
+    totals = np.asarray(sources, dtype=np.int64) + np.asarray(targets)
+    for window in _windows(len(totals), seed):
+        window = window[np.argsort(totals[window], kind="stable")]
+        group: list[int] = []
+        longest_source = longest_target = 0
+        for row in window.tolist():
+            longest_source = max(longest_source, _rounded(int(sources[row])))
+            longest_target = max(longest_target, _rounded(int(targets[row])))
+            if group and (len(group) + 1) * (longest_source + longest_target) > most_tokens:
+                groups.append(group)
+                group, longest_source, longest_target = [], _rounded(int(sources[row])), _rounded(int(targets[row]))
+            group.append(row)
+        groups.append(group)
+    return _joined(groups)
+
+
+def target_slots(sources: np.ndarray, targets: np.ndarray, source_slots: int) -> int:
+    """Target slots of a packed row that leave its source slots to fill up first: they are most of the work."""
+    share = float(np.sum(targets, dtype=np.int64)) / max(1.0, float(np.sum(sources, dtype=np.int64)))
+    return _rounded(max(int(source_slots * share * TARGET_SPARE), int(np.max(targets))))
+
+
+def _windows(rows: int, seed: int) -> list[np.ndarray]:
+    """Stretches of the source order; within each, equals stand in random order."""
+    random = np.random.default_rng(seed)
+    windows = []
+    for start in range(0, rows, WINDOW_ROWS):
+        window = np.arange(start, min(start + WINDOW_ROWS, rows))
+        random.shuffle(window)
+        windows.append(window)
+    return windows
+
+
+def _best_fit(
+    by_free: list[list[int]], free_targets: dict[int, int], source: int, target: int
+) -> tuple[int | None, int]:
+    """The open group with the least free source slots that takes the row, and those slots; None where none does."""
+    for free in range(source, len(by_free)):
+        for group in by_free[free][-CANDIDATES:]:
+            if free_targets[group] >= target:
+                return group, free
+    return None, 0
+
+
+def _joined(groups: list[list[int]]) -> Groups:
+    starts = np.cumsum([0, *map(len, groups)], dtype=np.int64)
+    members = np.fromiter((row for group in groups for row in group), dtype=np.int64, count=int(starts[-1]))
+    return Groups(starts, members)
+
+
+def _rounded(length: int) -> int:
+    return -(-length // ROUND) * ROUND

@@ -1,0 +1,422 @@
+"""The rows of one file by number, whatever its format: read in order to be tokenised, or anywhere by a stream.
+
+A reader is opened once over a file, which finds where every row begins; after that any row is a seek away. Text files
+are indexed by byte (two numbers a row), Parquet files by row group.
+"""
+
+from __future__ import annotations
+
+import csv
+import gzip
+import io
+import itertools
+import json
+import mmap
+import shutil
+import zlib
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+
+from scaletool.errors import ConfigError
+
+FORMATS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
+PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
+PACKED_ENDINGS = {".gz": "gzip", ".zst": "zstd"}
+UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
+UTF8_MARK = b"\xef\xbb\xbf"
+MERGE_MARKERS = (b"<<<<<<<", b"=======", b">>>>>>>", b"|||||||")
+DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
+ROW_GROUPS_KEPT = 8  # decoded row groups that a reader holds on to
+COPY_BYTES = 1 << 22
+
+
+class BadRow(Exception):
+    """A row that cannot be used; the text names file, line and problem."""
+
+
+Row = tuple[str, dict[str, Any]] | BadRow
+"""Where a row stands (file:line) and its columns, or what is wrong with it."""
+
+
+class Reader(Protocol):
+    """Rows of one file. `notes` are remarks that a user should see once."""
+
+    notes: list[str]
+
+    def __len__(self) -> int: ...
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        """The rows of these numbers, from 0."""
+        ...
+
+    def sizes(self) -> np.ndarray:
+        """int64, shape (rows,): about how many bytes each holds, as a measure of its length."""
+        ...
+
+
+def open_reader(path: Path, folder: Path, delimiter: str | None = None) -> Reader:
+    """The reader for a file, known by content before ending. `folder` takes what has to be unpacked.
+
+    Raises ConfigError where nothing of the file can be read.
+    """
+    if path.is_dir():
+        return FolderRows(path)
+    with path.open("rb") as stream:
+        head = stream.read(4096)
+    packing = next((name for mark, name in PACKINGS.items() if head.startswith(mark)), None)
+    ending = ending_of(path)
+    notes, damage = [], None
+    plain = path
+    if packing:
+        if PACKED_ENDINGS.get(path.suffix.lower()) != packing:
+            notes.append(
+                f"{path} is {packing} data under another ending: other tools may not read it; rename or unpack"
+            )
+        plain, damage = _unpack(path, packing, folder)
+        with plain.open("rb") as stream:
+            head = stream.read(4096)
+    if head.startswith(UTF16_MARKS):
+        raise ConfigError(f"{path} is UTF-16 text", where=f"{path}:1", hint="convert it to UTF-8")
+    if head.startswith(b"PAR1") or ending == ".parquet":
+        reader: Reader = ParquetRows(plain, path)
+    elif ending not in FORMATS and not head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
+        raise ConfigError(
+            f"data file {path} has no known ending, and its content is no JSON lines",
+            hint="known: " + " ".join([*FORMATS, *PACKED_ENDINGS]),
+        )
+    elif ending in (".csv", ".tsv") and not head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
+        reader = TableRows(plain, path, folder, ending, delimiter)
+    else:
+        reader = LineRows(plain, path, folder)
+    expected = {ParquetRows: (".parquet",), TableRows: (".csv", ".tsv"), LineRows: (".jsonl", ".json", ".ndjson")}
+    if ending not in expected[type(reader)] and ending in FORMATS:
+        notes.append(f"{path} holds {reader.kind}, not what its ending says")  # type: ignore[attr-defined]
+    reader.notes = notes + reader.notes
+    if damage:
+        raise ConfigError(
+            f"{path}: {damage}; {len(reader)} rows before it are readable",
+            where=str(path),
+            hint="fetch the file again, or unpack what is readable by hand",
+        )
+    return reader
+
+
+def ending_of(path: Path) -> str:
+    """The ending that names the format: `.jsonl` of `a.jsonl.gz`, empty for none."""
+    suffixes = [suffix.lower() for suffix in path.suffixes]
+    if suffixes and suffixes[-1] in PACKED_ENDINGS:
+        suffixes.pop()
+    return suffixes[-1] if suffixes else ""
+
+
+def _unpack(path: Path, packing: str, folder: Path) -> tuple[Path, str | None]:
+    """(plain copy, what is wrong): a packed stream cannot be read from its middle."""
+    plain, problem = folder / f"{path.name}.plain", None
+    with path.open("rb") as raw, plain.open("wb") as target:
+        try:
+            shutil.copyfileobj(_unpacking(raw, packing), target, COPY_BYTES)
+        except EOFError:
+            problem = f"damaged {packing}: truncated, the end of the stream is missing"
+        except (gzip.BadGzipFile, zlib.error, OSError, ValueError) as error:
+            problem = f"damaged {packing}: {error}"
+    if problem:  # the last line is cut anywhere: it is the damage, not a row
+        with plain.open("rb+") as target:
+            if plain.stat().st_size:
+                with mmap.mmap(target.fileno(), 0) as content:
+                    whole = content.rfind(b"\n") + 1
+                target.truncate(whole)
+    return plain, problem
+
+
+def _unpacking(raw: IO[bytes], packing: str) -> IO[bytes]:
+    if packing == "gzip":
+        return _EagerGzip(fileobj=raw)  # type: ignore[return-value]
+    import zstandard
+
+    return _CheckedZstd(raw, zstandard)  # type: ignore[return-value]
+
+
+class _EagerGzip(gzip.GzipFile):
+    """Small reads: what stands before the damage is handed out before the damage is met."""
+
+    def read(self, size: int | None = -1) -> bytes:
+        return super().read1(1 << 16)
+
+
+class _CheckedZstd:
+    """zstandard's own reader ends silently where the stream is cut off."""
+
+    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
+        self.raw, self.error, self.new = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
+        self.frame, self.rest = self.new(), b""
+
+    def read(self, size: int = -1) -> bytes:
+        while True:
+            if self.frame.eof:
+                self.rest, self.frame = self.frame.unused_data, self.new()
+            block = self.rest or self.raw.read(1 << 16)
+            self.rest = b""
+            if not block:
+                if self.started:
+                    raise EOFError
+                return b""
+            self.started = True
+            try:
+                text = bytes(self.frame.decompress(block))
+            except self.error as error:
+                raise ValueError(str(error)) from None
+            if self.frame.eof:
+                self.started = False
+            if text:
+                return text
+
+    started = False
+
+
+class _TextRows:
+    """A text file with the place of every row: byte and line where it starts."""
+
+    kind = "text"
+
+    def __init__(self, plain: Path, path: Path, folder: Path) -> None:
+        self.plain, self.path = plain, path
+        self.notes: list[str] = []
+        self.size = plain.stat().st_size
+        self._index_path = folder / "index.npy"
+        index = np.fromiter(self._index(), dtype=np.dtype((np.int64, 2)))
+        np.save(self._index_path, np.ascontiguousarray(index.T))
+        self._open()
+
+    def _open(self) -> None:
+        self.starts, self.lines = np.load(self._index_path, mmap_mode="r")
+        self._stream: IO[bytes] | None = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key not in ("starts", "lines", "_stream")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()  # every process maps the index and opens the file for itself
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+    def sizes(self) -> np.ndarray:
+        return np.diff(self.starts, append=self.size)
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        if self._stream is None:
+            self._stream = self.plain.open("rb")
+        found = []
+        for row in rows:
+            end = self.starts[row + 1] if row + 1 < len(self.starts) else self.size
+            self._stream.seek(self.starts[row])
+            found.append(self._parse(self._stream.read(end - self.starts[row]), int(self.lines[row])))
+        return found
+
+    def _index(self) -> Iterator[tuple[int, int]]:
+        """(byte, line from 1) of every row."""
+        raise NotImplementedError
+
+    def _parse(self, raw: bytes, line: int) -> Row:
+        raise NotImplementedError
+
+    def _decode(self, raw: bytes, line: int) -> str:
+        """Raises BadRow with the place of the first byte that is not UTF-8."""
+        try:
+            return raw.decode("utf-8")
+        except UnicodeDecodeError as error:
+            before = raw[: error.start]
+            place = f"{self.path}:{line + before.count(10)}"
+            column = error.start - before.rfind(b"\n")
+            raise BadRow(
+                f"{place}: byte {raw[error.start]:#04x} at column {column} is not UTF-8; convert it (latin-1?)"
+            ) from None
+
+
+class LineRows(_TextRows):
+    """JSON lines. Blank lines are no rows."""
+
+    kind = "JSON lines"
+
+    def _index(self) -> Iterator[tuple[int, int]]:
+        with self.plain.open("rb") as stream:
+            head = stream.read(64).removeprefix(UTF8_MARK)
+            if head.lstrip()[:1] == b"[":
+                raise ConfigError(
+                    f"{self.path} is one JSON array", where=f"{self.path}:1", hint="write one JSON object per line"
+                )
+            stream.seek(0)
+            start = 0
+            for number, raw in enumerate(stream, start=1):
+                if raw.strip() and raw.strip() != UTF8_MARK:
+                    yield start, number
+                start += len(raw)
+
+    def _parse(self, raw: bytes, line: int) -> Row:
+        place = f"{self.path}:{line}"
+        # Blank lines before the next row belong to the slice, a byte order mark to the first.
+        text = raw.removeprefix(UTF8_MARK).strip()
+        try:
+            columns = json.loads(self._decode(text, line))
+        except BadRow as problem:
+            return problem
+        except json.JSONDecodeError as error:
+            if text.startswith(MERGE_MARKERS):
+                return BadRow(f"{place}: a merge conflict marker, {text[:20].decode('utf-8', 'replace')!r}")
+            cut = "" if raw.endswith(b"\n") else "; the file ends inside this row: truncated"
+            return BadRow(f"{place}: not valid JSON: {error.msg} at column {error.colno}{cut}")
+        except RecursionError:
+            return BadRow(f"{place}: not valid JSON: nested too deeply")
+        return (place, columns) if isinstance(columns, dict) else BadRow(f"{place}: not a JSON object")
+
+
+class TableRows(_TextRows):
+    """CSV and TSV with a header; a row may span lines."""
+
+    kind = "a table"
+
+    def __init__(self, plain: Path, path: Path, folder: Path, ending: str, delimiter: str | None) -> None:
+        csv.field_size_limit(2**31 - 1)
+        with plain.open("rb") as stream:
+            head = stream.readline().removeprefix(UTF8_MARK).decode("utf-8", "replace")
+        usual = "\t" if ending == ".tsv" else ","
+        seen = max(DELIMITERS, key=lambda mark: (head.count(mark), mark == usual))
+        if delimiter is None and head.count(usual) == 0 and head.count(seen) > 0:
+            raise ConfigError(
+                f"{path}: the delimiter is a {DELIMITERS[seen]}, {ending} means a {DELIMITERS[usual]}",
+                where=f"{path}:1",
+                hint=f"set data.delimiter: {seen!r}, or name the file otherwise",
+            )
+        self.delimiter = delimiter or usual
+        self.names = next(csv.reader([head], delimiter=self.delimiter), [])
+        if repeated := {name for name in self.names if self.names.count(name) > 1}:
+            raise ConfigError(f"{path}: column {', '.join(sorted(repeated))} is named twice", where=f"{path}:1")
+        super().__init__(plain, path, folder)
+
+    def _index(self) -> Iterator[tuple[int, int]]:
+        consumed = 0
+
+        def lines() -> Iterator[str]:
+            nonlocal consumed
+            for raw in stream:
+                consumed += len(raw)
+                yield raw.decode("utf-8", "surrogateescape")
+
+        with self.plain.open("rb") as stream:
+            reader = csv.reader(lines(), delimiter=self.delimiter)
+            next(reader, None)
+            start, line = consumed, reader.line_num + 1
+            for values in reader:
+                if values:
+                    yield start, line
+                start, line = consumed, reader.line_num + 1
+
+    def _parse(self, raw: bytes, line: int) -> Row:
+        place = f"{self.path}:{line}"
+        try:
+            text = io.StringIO(self._decode(raw, line), newline="")
+            values = next(csv.reader(text, delimiter=self.delimiter, strict=True))
+        except BadRow as problem:
+            return problem
+        except csv.Error as error:
+            return BadRow(f"{place}: cannot be read as CSV: {error}")
+        if len(values) != len(self.names):
+            return BadRow(f"{place}: {len(values)} fields, the header names {len(self.names)}")
+        return place, dict(zip(self.names, values, strict=True))
+
+
+class ParquetRows:
+    """A Parquet file; its row groups are the pieces that are decoded."""
+
+    kind = "Parquet"
+
+    def __init__(self, plain: Path, path: Path) -> None:
+        import pyarrow
+        import pyarrow.parquet
+
+        self.plain, self.path = plain, path
+        self.notes: list[str] = []
+        try:
+            metadata = pyarrow.parquet.read_metadata(plain)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{path}: not readable as Parquet: {error}") from None
+        groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
+        self.ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
+        self._bytes = [group.total_byte_size / max(1, group.num_rows) for group in groups]
+        self._open()
+
+    def _open(self) -> None:
+        self._group = lru_cache(ROW_GROUPS_KEPT)(self._decode)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "_group"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._open()
+
+    def __len__(self) -> int:
+        return int(self.ends[-1]) if len(self.ends) else 0
+
+    def sizes(self) -> np.ndarray:
+        counts = np.diff(self.ends, prepend=0)
+        return np.repeat(np.array(self._bytes, dtype=np.int64), counts)
+
+    def _decode(self, group: int) -> Any:
+        import pyarrow
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(self.plain) as file:
+                return file.read_row_group(group, use_threads=False)
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ConfigError(f"{self.path}: row group {group + 1} cannot be read: {error}") from None
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        found: list[Row] = []
+        for group, run in itertools.groupby(rows, lambda row: int(np.searchsorted(self.ends, row, side="right"))):
+            numbers = list(run)
+            first = int(self.ends[group - 1]) if group else 0
+            columns = self._group(group).take([number - first for number in numbers]).to_pylist()
+            found += [(f"{self.path}:row {number + 1}", entry) for number, entry in zip(numbers, columns, strict=True)]
+        return found
+
+
+class FolderRows:
+    """A folder that `datasets.save_to_disk` wrote, or a split of a data set of the hub."""
+
+    def __init__(self, path: Path | str, rows: Any = None) -> None:
+        import datasets
+
+        self.path, self.notes = path, list[str]()
+        if rows is None:
+            try:
+                rows = datasets.load_from_disk(str(path))
+            except (OSError, ValueError, KeyError) as error:
+                raise ConfigError(
+                    f"{path} is a folder, but no data set saved by datasets: {error}",
+                    hint=f"give files: {path}/*.jsonl",
+                ) from None
+        if isinstance(rows, datasets.DatasetDict):
+            raise ConfigError(f"{path} holds the splits {', '.join(rows)}", hint=f"name one: {path}/{next(iter(rows))}")
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def sizes(self) -> np.ndarray:
+        return np.ones(len(self), dtype=np.int64)
+
+    def read(self, rows: Sequence[int]) -> list[Row]:
+        columns = self.rows[list(rows)]
+        names = list(columns)
+        values = zip(*columns.values(), strict=True)
+        return [
+            (f"{self.path}:row {row + 1}", dict(zip(names, entry, strict=True)))
+            for row, entry in zip(rows, values, strict=True)
+        ]
