@@ -130,6 +130,7 @@ class Meter:
                 "rank": number,
                 "seconds": [row["seconds"] for row in rank["rows"]],
                 "data_wait_seconds": [row["data_wait_seconds"] for row in rank["rows"]],
+                "real_tokens": [row["source_tokens"] + row["target_tokens"] for row in rank["rows"]],
                 "peak_memory_bytes": rank["peak_memory_bytes"],
             }
             for number, rank in enumerate(ranks)

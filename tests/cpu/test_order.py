@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from scaletool.train.data.batches import MicroBatch, ShardSampler
+from scaletool.train.data.batches import MicroBatch, ShardSampler, deal
 from scaletool.train.data.order import GlobalOrder
 
 LENGTHS = np.random.default_rng(0).geometric(0.02, size=5000).astype(np.int32)
@@ -137,3 +137,22 @@ def test_ranks_get_texts_of_like_length() -> None:
     order = GlobalOrder(4096, 64, lengths=LENGTHS[:4096])
     first, second = ([LENGTHS[rows_of(micro)].sum() for micro in rank] for rank in shards(order, 2, 32, range(60)))
     assert abs(sum(first) / sum(second) - 1) < 0.02
+
+
+@pytest.mark.parametrize("hands", [1, 2, 3, 4, 7])
+def test_dealing_gives_every_unit_to_one_hand(hands: int) -> None:
+    for units in range(40):
+        dealt = deal(np.arange(100, 100 + units), hands)
+        assert len(dealt) == hands
+        assert sorted(np.concatenate(dealt)) == list(range(100, 100 + units))
+        counts = [len(hand) for hand in dealt]
+        assert max(counts) - min(counts) <= 1
+        assert counts == sorted(counts, reverse=True)
+
+
+def test_dealing_goes_to_and_fro() -> None:
+    assert [hand.tolist() for hand in deal(np.arange(9), 3)] == [[0, 5, 6], [1, 4, 7], [2, 3, 8]]
+    assert [hand.tolist() for hand in deal(np.arange(8), 3)] == [[0, 5, 6], [1, 4, 7], [2, 3]]
+    assert [hand.tolist() for hand in deal(np.arange(5), 3)] == [[0, 3], [1, 4], [2]]
+    work = [hand.sum() for hand in deal(np.arange(64), 4)]
+    assert max(work) == min(work)  # dealing in one direction would give the last hand 48 more than the first

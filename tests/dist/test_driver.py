@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ MARKER = "SCALETOOL_LAUNCH_ID"
 def start(*arguments: str, cwd: Path, environment: dict[str, str] | None = None) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "scaletool", *arguments]
     variables = {**os.environ, **(environment or {})}
+    interruptible = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)  # a background shell has it ignored
     return subprocess.Popen(
         command,
         cwd=cwd,
@@ -29,6 +31,7 @@ def start(*arguments: str, cwd: Path, environment: dict[str, str] | None = None)
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=interruptible,
     )
 
 

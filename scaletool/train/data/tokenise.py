@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -43,6 +43,8 @@ class Pair(NamedTuple):
     target: np.ndarray
 
 
+FlatTokens = tuple[np.ndarray, np.ndarray]
+"""int32: the tokens of many texts one behind the other, and how many each has."""
 Progress = Callable[[int, int], None]
 """Called with the rows done and the rows there are."""
 
@@ -195,14 +197,19 @@ def tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path, pro
 def _write_part(
     source: Source, rows: range, tokenizer: Any, data: DataConfig, path: Path, progress: Progress | None
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """One Arrow file; returns row numbers and lengths. While the tokenizer works, the next texts are read."""
+    """One Arrow file; returns row numbers and lengths. While the tokenizer works, outside Python's lock, threads read
+    the next texts and take over the last tokens."""
     numbers: list[int] = []
-    tokens: list[list[tuple[np.ndarray, np.ndarray]]] = []
-    for examples in _read_ahead(source, rows):
-        numbers += [example.row for example in examples]
-        tokens.append(encode(tokenizer, examples, data))
-        if progress:
-            progress(numbers[-1] + 1 if numbers else rows.stop, len(source))
+    coming: list[Future[list[FlatTokens]]] = []
+    with ThreadPoolExecutor(1) as flattening:
+        for examples in _read_ahead(source, rows):
+            numbers += [example.row for example in examples]
+            encodings = _encodings(tokenizer, examples, data)
+            coming.append(flattening.submit(lambda both: [_flat(side) for side in both], encodings))
+            del encodings  # they are large, and freed in the thread
+            if progress:
+                progress(numbers[-1] + 1 if numbers else rows.stop, len(source))
+        tokens = [part.result() for part in coming]
     arrays, lengths = [], []
     for column in range(len(COLUMNS)):
         values = np.concatenate([part[column][0] for part in tokens] or [np.empty(0, np.int32)])
@@ -230,8 +237,18 @@ def _read_ahead(source: Source, rows: range) -> Iterator[list[Example]]:
                 yield list(source.usable(here.result()))
 
 
-def encode(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[tuple[np.ndarray, np.ndarray]]:
-    """(tokens of all texts one behind the other, tokens per text) for sources and for targets, cut at the limits."""
+def encode(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[FlatTokens]:
+    """Tokens of the sources and of the targets, cut at the limits."""
+    return [_flat(side) for side in _encodings(tokenizer, examples, data)]
+
+
+def _flat(encodings: list[Any]) -> FlatTokens:
+    lists = [encoding.ids for encoding in encodings]
+    counts = np.fromiter(map(len, lists), dtype=np.int32, count=len(lists))
+    return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32, count=int(counts.sum())), counts
+
+
+def _encodings(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[list[Any]]:
     backend = tokenizer.backend_tokenizer
     backend.encode_special_tokens = True  # a text that says "</s>" is text, not the end
     backend.no_padding()
@@ -241,10 +258,7 @@ def encode(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> lis
         ([example.target for example in examples], data.max_target_tokens),
     ):
         backend.enable_truncation(limit)
-        lists = [encoding.ids for encoding in backend.encode_batch_fast(texts)]
-        counts = np.fromiter(map(len, lists), dtype=np.int32, count=len(lists))
-        flat = np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32, count=int(counts.sum()))
-        found.append((flat, counts))
+        found.append(backend.encode_batch_fast(texts))
     return found
 
 
