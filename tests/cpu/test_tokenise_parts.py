@@ -15,6 +15,7 @@ from scaletool.config import RunConfig
 from scaletool.errors import ConfigError
 from scaletool.train.data import tokenise
 from scaletool.train.data.groups import Groups
+from scaletool.train.data.sources import Source
 from scaletool.train.data.tokenise import TokenisedData, load_data, load_groups, load_tokens
 from scaletool.train.data.tokenizer import load_tokenizer
 
@@ -32,16 +33,11 @@ def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def encoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """The numbers of all rows that went through the tokenizer, in that order."""
+def read(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The numbers of all rows that were read to be tokenised, in that order."""
     rows: list[int] = []
-    work = tokenise.encode
-
-    def count(tokenizer: Any, examples: Any, data: Any) -> Any:
-        rows.extend(example.row for example in examples)
-        return work(tokenizer, examples, data)
-
-    monkeypatch.setattr(tokenise, "encode", count)
+    work = Source.read
+    monkeypatch.setattr(Source, "read", lambda source, asked: (rows.extend(asked), work(source, asked))[1])
     return rows
 
 
@@ -66,7 +62,7 @@ def expected(path: Path) -> list[tuple[int, bytes, bytes]]:
     return found
 
 
-def test_rows_of_all_parts(tiny: Make, rows_file: Path, encoded: list[int]) -> None:
+def test_rows_of_all_parts(tiny: Make, rows_file: Path, read: list[int]) -> None:
     data = load(tiny())
     assert texts(data) == expected(rows_file)
     assert texts(data, [59, 0, 16, 15, 31, 32]) == [expected(rows_file)[row] for row in (59, 0, 16, 15, 31, 32)]
@@ -75,34 +71,34 @@ def test_rows_of_all_parts(tiny: Make, rows_file: Path, encoded: list[int]) -> N
     assert texts(pickle.loads(pickle.dumps(data))) == texts(data)
     taken = data.take(np.arange(59, 0, -3)).take(np.array([1, 4]))
     assert texts(taken) == texts(pickle.loads(pickle.dumps(taken))) == [expected(rows_file)[row] for row in (56, 47)]
-    assert encoded == list(range(60))
+    assert read == list(range(60))
 
 
 @pytest.mark.parametrize("rows_done", [0, 3, 16, 40, 59])
 def test_work_goes_on_behind_the_last_whole_part(
-    rows_done: int, tiny: Make, rows_file: Path, encoded: list[int], monkeypatch: pytest.MonkeyPatch
+    rows_done: int, tiny: Make, rows_file: Path, read: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    work = tokenise.encode
+    work = Source.read
 
-    def die(tokenizer: Any, examples: Any, data: Any) -> Any:
-        if any(example.row >= rows_done for example in examples):
+    def die(source: Source, rows: Any) -> Any:
+        if any(row >= rows_done for row in rows):
             raise Killed
-        return work(tokenizer, examples, data)
+        return work(source, rows)
 
     with monkeypatch.context() as patched:
-        patched.setattr(tokenise, "encode", die)
+        patched.setattr(Source, "read", die)
         with pytest.raises(Killed):
             load(tiny())
-    encoded.clear()
+    read.clear()
     seen: list[tuple[int, int]] = []
     data = load(tiny(), progress=lambda done, rows: seen.append((done, rows)))
     assert texts(data) == expected(rows_file)
-    assert encoded == list(range(rows_done // 16 * 16, 60))
+    assert read == list(range(rows_done // 16 * 16, 60))
     assert seen[-1] == (60, 60)
     assert [done for done, _ in seen] == sorted(done for done, _ in seen)
-    encoded.clear()
+    read.clear()
     load(tiny())
-    assert encoded == []
+    assert read == []
 
 
 @pytest.mark.parametrize("where", ["np.save", "write_json", "os.replace"])
@@ -203,7 +199,7 @@ def test_skips_of_interrupted_work_are_counted_once(
     assert "rows.jsonl:3: " in str(data.first_skipped)
 
 
-def test_a_bad_row_in_a_later_part_ends_the_work(tiny: Make, rows_file: Path, encoded: list[int]) -> None:
+def test_a_bad_row_in_a_later_part_ends_the_work(tiny: Make, rows_file: Path, read: list[int]) -> None:
     with rows_file.open("a") as stream:
         stream.write("{\n")
     with pytest.raises(ConfigError, match=r"rows\.jsonl:61: not valid JSON"):

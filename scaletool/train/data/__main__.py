@@ -21,6 +21,8 @@ def main() -> int:
     parser.add_argument("--set", action="append", default=[])
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
+    if arguments.command == "inspect" and not arguments.files:
+        parser.error("inspect needs files")
     try:
         if arguments.command == "prepare":
             return _prepare(_load(arguments.files[0] if arguments.files else None, arguments.set))
@@ -87,7 +89,7 @@ def _prepare(loaded: LoadedConfig) -> int:
     cache.mkdir(parents=True, exist_ok=True)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True)) as bar:
-        task = bar.add_task("rows tokenised", total=None)
+        task = bar.add_task("rows tokenised", total=None, visible=not config.data.streaming)
         shards = load_shards(
             config,
             cache,

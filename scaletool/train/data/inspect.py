@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import itertools
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -127,7 +129,7 @@ def _names(patterns: Sequence[str]) -> list[str]:
     """One name per file, as the user wrote it; what a glob stands for is taken apart."""
     names: list[str] = []
     for pattern in patterns:
-        matches = [] if Path(pattern).exists() else sorted(str(path) for path in Path().glob(pattern))
+        matches = [] if Path(pattern).exists() else sorted(glob.glob(pattern, recursive=True))
         names += matches or [pattern]
     return names
 
@@ -182,9 +184,9 @@ def _judge(found: Inspected, bad_rows: list[str], data: DataConfig) -> None:
     for side, lengths, limit in sides:
         if cut := int((lengths > limit).sum()):
             message = f"{cut} of {found.rows} rows ({cut / found.rows:.1%}) are cut at data.max_{side}_tokens {limit}"
-            found.find(
-                "warning", f"{message}; the longest has {lengths.max()} tokens", f"raise it to {limit_for(lengths)}"
-            )
+            wider = limit_for(lengths)
+            fix = f"{wider} would cut one row in a hundred" if wider > limit else "nothing, if they may lose their ends"
+            found.find("warning", f"{message}; the longest has {lengths.max()} tokens", fix)
     if twice := found.rows - len(found.hashes):
         found.find("warning", f"{twice} rows are exact duplicates of others", "remove them")
     if found.rows < SMALLEST_NODE:
@@ -203,14 +205,21 @@ def _between(files: list[Inspected]) -> list[dict[str, str]]:
         if shared := len(one.hashes & other.hashes):
             message = f"{shared} rows of {other.name} are also in {one.name}: overlap"
             joined.find("warning", message, "validation on training rows shows nothing; remove them from one file")
-    counts = [file.rows for file in files]
-    if len(files) > 2 and min(counts) and max(counts) > UNEVEN * min(counts):
-        message = f"files hold uneven numbers of rows: {', '.join(map(str, counts))}"
-        fix = (
-            "nothing to do here, rows are dealt one by one; tools that give whole files to processes lose rows or hang"
-        )
-        joined.find("warning", message, fix)
+    for shards in _shards(files):
+        counts = [file.rows for file in shards]
+        if min(counts) and max(counts) > UNEVEN * min(counts):
+            message = f"shards hold uneven numbers of rows: {', '.join(map(str, counts))}"
+            fix = "nothing to do, rows are dealt one by one; tools that give whole files to processes lose rows or hang"
+            joined.find("warning", message, fix)
     return joined.findings
+
+
+def _shards(files: list[Inspected]) -> list[list[Inspected]]:
+    """Files whose names differ in numbers only: pieces of one data set."""
+    by_name: dict[str, list[Inspected]] = {}
+    for file in files:
+        by_name.setdefault(re.sub(r"\d+", "#", file.name), []).append(file)
+    return [shards for shards in by_name.values() if len(shards) > 1]
 
 
 def _percentiles(lengths: np.ndarray, limit: int) -> dict[str, Any]:

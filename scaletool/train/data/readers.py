@@ -28,6 +28,9 @@ PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
 PACKED_ENDINGS = {".gz": "gzip", ".zst": "zstd"}
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
+SKIPPABLE = b"\x2a\x4d\x18"
+"""Bytes 1 to 3 of a zstd frame that holds no data: some writers begin with one (RFC 8878, 3.1.2)."""
+ZSTD_WINDOW = 1 << 31  # bytes: what --ultra --long=31 needs
 MERGE_MARKERS = (b"<<<<<<<", b"=======", b">>>>>>>", b"|||||||")
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 ROW_GROUPS_KEPT = 8  # decoded row groups that a reader holds on to
@@ -58,19 +61,23 @@ class Reader(Protocol):
         ...
 
 
-def open_reader(path: Path, folder: Path, delimiter: str | None = None) -> Reader:
-    """The reader for a file, known by content before ending. `folder` takes what has to be unpacked.
+def open_reader(path: Path, folder: Path, columns: Sequence[str], delimiter: str | None = None) -> Reader:
+    """The reader for a file, known by content before ending.
 
-    Raises ConfigError where nothing of the file can be read.
+    folder: takes indexes and what has to be unpacked. columns: what rows will be asked for. Raises ConfigError where
+    the file cannot be read.
     """
     if path.is_dir():
         return FolderRows(path)
     with path.open("rb") as stream:
         head = stream.read(4096)
     packing = next((name for mark, name in PACKINGS.items() if head.startswith(mark)), None)
+    if head[1:4] == SKIPPABLE and head[0] >> 4 == 5:
+        packing = "zstd"
     ending = ending_of(path)
     notes, damage = [], None
     plain = path
+    reader: Any = None
     if packing:
         if PACKED_ENDINGS.get(path.suffix.lower()) != packing:
             notes.append(
@@ -79,30 +86,38 @@ def open_reader(path: Path, folder: Path, delimiter: str | None = None) -> Reade
         plain, damage = _unpack(path, packing, folder)
         with plain.open("rb") as stream:
             head = stream.read(4096)
+    try:
+        reader = _reader(plain, path, folder, head, columns, delimiter)
+    except ConfigError:
+        if not damage:
+            raise
+    if damage:
+        whole = f"; {len(reader)} rows before it are readable" if reader is not None else ""
+        hint = "fetch the file again, or unpack what is readable by hand"
+        raise ConfigError(f"{path}: {damage}{whole}", where=str(path), hint=hint)
+    assert reader is not None
+    if ending in FORMATS and ending not in reader.endings:
+        notes.append(f"{path} holds {reader.kind}, not what its ending says")
+    reader.notes = notes + reader.notes
+    return reader
+
+
+def _reader(plain: Path, path: Path, folder: Path, head: bytes, columns: Sequence[str], delimiter: str | None) -> Any:
+    """plain: the unpacked file, head: its beginning."""
+    ending = ending_of(path)
     if head.startswith(UTF16_MARKS):
         raise ConfigError(f"{path} is UTF-16 text", where=f"{path}:1", hint="convert it to UTF-8")
     if head.startswith(b"PAR1") or ending == ".parquet":
-        reader: Reader = ParquetRows(plain, path)
-    elif ending not in FORMATS and not head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
+        return ParquetRows(plain, path, columns)
+    is_json_lines = head.removeprefix(UTF8_MARK).lstrip().startswith(b"{")
+    if ending in (".csv", ".tsv") and not is_json_lines:
+        return TableRows(plain, path, folder, ending, delimiter)
+    if ending not in FORMATS and not is_json_lines:
         raise ConfigError(
             f"data file {path} has no known ending, and its content is no JSON lines",
             hint="known: " + " ".join([*FORMATS, *PACKED_ENDINGS]),
         )
-    elif ending in (".csv", ".tsv") and not head.removeprefix(UTF8_MARK).lstrip().startswith(b"{"):
-        reader = TableRows(plain, path, folder, ending, delimiter)
-    else:
-        reader = LineRows(plain, path, folder)
-    expected = {ParquetRows: (".parquet",), TableRows: (".csv", ".tsv"), LineRows: (".jsonl", ".json", ".ndjson")}
-    if ending not in expected[type(reader)] and ending in FORMATS:
-        notes.append(f"{path} holds {reader.kind}, not what its ending says")  # type: ignore[attr-defined]
-    reader.notes = notes + reader.notes
-    if damage:
-        raise ConfigError(
-            f"{path}: {damage}; {len(reader)} rows before it are readable",
-            where=str(path),
-            hint="fetch the file again, or unpack what is readable by hand",
-        )
-    return reader
+    return LineRows(plain, path, folder)
 
 
 def ending_of(path: Path) -> str:
@@ -151,7 +166,8 @@ class _CheckedZstd:
     """zstandard's own reader ends silently where the stream is cut off."""
 
     def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
-        self.raw, self.error, self.new = raw, zstandard.ZstdError, zstandard.ZstdDecompressor().decompressobj
+        self.raw, self.error = raw, zstandard.ZstdError
+        self.new = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
         self.frame, self.rest = self.new(), b""
 
     def read(self, size: int = -1) -> bytes:
@@ -179,8 +195,6 @@ class _CheckedZstd:
 
 class _TextRows:
     """A text file with the place of every row: byte and line where it starts."""
-
-    kind = "text"
 
     def __init__(self, plain: Path, path: Path, folder: Path) -> None:
         self.plain, self.path = plain, path
@@ -241,7 +255,7 @@ class _TextRows:
 class LineRows(_TextRows):
     """JSON lines. Blank lines are no rows."""
 
-    kind = "JSON lines"
+    kind, endings = "JSON lines", (".jsonl", ".json", ".ndjson")
 
     def _index(self) -> Iterator[tuple[int, int]]:
         with self.plain.open("rb") as stream:
@@ -272,18 +286,20 @@ class LineRows(_TextRows):
             return BadRow(f"{place}: not valid JSON: {error.msg} at column {error.colno}{cut}")
         except RecursionError:
             return BadRow(f"{place}: not valid JSON: nested too deeply")
+        except ValueError as error:  # a number of thousands of digits
+            return BadRow(f"{place}: not readable as JSON: {error}")
         return (place, columns) if isinstance(columns, dict) else BadRow(f"{place}: not a JSON object")
 
 
 class TableRows(_TextRows):
     """CSV and TSV with a header; a row may span lines."""
 
-    kind = "a table"
+    kind, endings = "a table", (".csv", ".tsv")
 
     def __init__(self, plain: Path, path: Path, folder: Path, ending: str, delimiter: str | None) -> None:
-        csv.field_size_limit(2**31 - 1)
         with plain.open("rb") as stream:
-            head = stream.readline().removeprefix(UTF8_MARK).decode("utf-8", "replace")
+            first = next((line for line in stream if line.removeprefix(UTF8_MARK).strip()), b"")
+        head = first.decode("utf-8", "replace")
         usual = "\t" if ending == ".tsv" else ","
         seen = max(DELIMITERS, key=lambda mark: (head.count(mark), mark == usual))
         if delimiter is None and head.count(usual) == 0 and head.count(seen) > 0:
@@ -293,28 +309,49 @@ class TableRows(_TextRows):
                 hint=f"set data.delimiter: {seen!r}, or name the file otherwise",
             )
         self.delimiter = delimiter or usual
-        self.names = next(csv.reader([head], delimiter=self.delimiter), [])
-        if repeated := {name for name in self.names if self.names.count(name) > 1}:
-            raise ConfigError(f"{path}: column {', '.join(sorted(repeated))} is named twice", where=f"{path}:1")
+        self.names: list[str] = []
         super().__init__(plain, path, folder)
 
+    def _open(self) -> None:
+        csv.field_size_limit(2**31 - 1)  # of the process: its default takes a long document for an error
+        super()._open()
+
     def _index(self) -> Iterator[tuple[int, int]]:
+        csv.field_size_limit(2**31 - 1)
+        records = self._records()
+        _, line, header = next(records, (0, 1, []))
+        if header is None:
+            raise ConfigError(f"{self.path}: its header cannot be read as CSV", where=f"{self.path}:{line}")
+        self.names = header
+        if repeated := {name for name in header if header.count(name) > 1}:
+            names = ", ".join(sorted(repeated))
+            raise ConfigError(f"{self.path}: column {names} is named twice", where=f"{self.path}:{line}")
+        for start, line, _ in records:
+            yield start, line
+
+    def _records(self) -> Iterator[tuple[int, int, list[str] | None]]:
+        """(byte, line, values) of every record that is not blank; None for values that cannot be told apart."""
         consumed = 0
 
         def lines() -> Iterator[str]:
             nonlocal consumed
             for raw in stream:
                 consumed += len(raw)
-                yield raw.decode("utf-8", "surrogateescape")
+                text = raw.decode("utf-8", "surrogateescape")
+                yield text.removeprefix("\ufeff") if consumed == len(raw) else text
 
         with self.plain.open("rb") as stream:
             reader = csv.reader(lines(), delimiter=self.delimiter)
-            next(reader, None)
-            start, line = consumed, reader.line_num + 1
-            for values in reader:
-                if values:
-                    yield start, line
+            while True:
                 start, line = consumed, reader.line_num + 1
+                try:
+                    values: list[str] | None = next(reader)
+                except StopIteration:
+                    return
+                except csv.Error:  # read by itself, the row will say what it is
+                    values = None
+                if values != []:
+                    yield start, line, values
 
     def _parse(self, raw: bytes, line: int) -> Row:
         place = f"{self.path}:{line}"
@@ -333,18 +370,21 @@ class TableRows(_TextRows):
 class ParquetRows:
     """A Parquet file; its row groups are the pieces that are decoded."""
 
-    kind = "Parquet"
+    kind, endings = "Parquet", (".parquet",)
 
-    def __init__(self, plain: Path, path: Path) -> None:
+    def __init__(self, plain: Path, path: Path, columns: Sequence[str]) -> None:
         import pyarrow
         import pyarrow.parquet
 
-        self.plain, self.path = plain, path
+        self.plain, self.path, self.columns = plain, path, list(columns)
         self.notes: list[str] = []
         try:
             metadata = pyarrow.parquet.read_metadata(plain)
+            names = metadata.schema.to_arrow_schema().names
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{path}: not readable as Parquet: {error}") from None
+        if missing := sorted(set(columns) - set(names)):
+            raise ConfigError(f"{path}: no column {', '.join(missing)} (columns: {', '.join(names)})", where=str(path))
         groups = [metadata.row_group(number) for number in range(metadata.num_row_groups)]
         self.ends = np.cumsum([group.num_rows for group in groups], dtype=np.int64)
         self._bytes = [group.total_byte_size / max(1, group.num_rows) for group in groups]
@@ -373,7 +413,7 @@ class ParquetRows:
 
         try:
             with pyarrow.parquet.ParquetFile(self.plain) as file:
-                return file.read_row_group(group, use_threads=False)
+                return file.read_row_group(group, columns=self.columns, use_threads=False)
         except (pyarrow.ArrowException, OSError) as error:
             raise ConfigError(f"{self.path}: row group {group + 1} cannot be read: {error}") from None
 
@@ -382,9 +422,26 @@ class ParquetRows:
         for group, run in itertools.groupby(rows, lambda row: int(np.searchsorted(self.ends, row, side="right"))):
             numbers = list(run)
             first = int(self.ends[group - 1]) if group else 0
-            columns = self._group(group).take([number - first for number in numbers]).to_pylist()
-            found += [(f"{self.path}:row {number + 1}", entry) for number, entry in zip(numbers, columns, strict=True)]
+            table = self._group(group).take([number - first for number in numbers])
+            try:
+                values: list[Any] = table.to_pylist()
+            except (ValueError, OverflowError):  # one of them holds bytes that are no text
+                values = [_values(table.slice(place, 1)) for place in range(len(numbers))]
+            for number, entry in zip(numbers, values, strict=True):
+                place = f"{self.path}:row {number + 1}"
+                found.append((place, entry) if isinstance(entry, dict) else BadRow(f"{place}: {entry}"))
         return found
+
+
+def _values(row: Any) -> dict[str, Any] | str:
+    """Columns of a table of one row, or what is wrong with them."""
+    try:
+        values: dict[str, Any] = row.to_pylist()[0]
+    except UnicodeDecodeError as error:
+        return f"byte {error.object[error.start]:#04x} is not UTF-8"
+    except (ValueError, OverflowError) as error:
+        return str(error)
+    return values
 
 
 class FolderRows:

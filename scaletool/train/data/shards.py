@@ -17,6 +17,8 @@ from scaletool.train.data.stream import BLOCK_ROWS, StreamedData, load_stream
 from scaletool.train.data.tokenise import Progress, TokenisedData, load_data, load_groups
 from scaletool.train.steps import Plan, make_plan
 
+SMALLEST_EVAL_BATCH = 8  # examples per GPU: no gradient is kept, and a batch under a token budget counts as one
+
 
 @dataclass
 class Shards:
@@ -63,7 +65,8 @@ def load_shards(
     loader = make_loader(data, sampler, tokenizer.pad_token_id, num_workers=config.data.num_workers)
     validation = None
     if held_out is not None:
-        in_turn = GlobalOrder(len(held_out), world_size * plan.per_device_batch_size, shuffle=False)
+        share["per_device_batch_size"] = max(plan.per_device_batch_size, SMALLEST_EVAL_BATCH)
+        in_turn = GlobalOrder(len(held_out), world_size * share["per_device_batch_size"], shuffle=False)
         eval_sampler = ShardSampler(in_turn, None, steps=range(in_turn.steps_per_epoch), **share)
         validation = make_loader(held_out, eval_sampler, tokenizer.pad_token_id)
     skipped, first = getattr(data, "skipped_rows", 0), getattr(data, "first_skipped", None)

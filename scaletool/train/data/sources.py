@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import glob
 import hashlib
+import itertools
 import json
 import os
 import string
@@ -210,14 +211,14 @@ def _readers(patterns: Sequence[str], data: DataConfig, folder: Path, key: str) 
     for number, path in enumerate(_files(patterns, key, folder)):
         scratch = folder / str(number)  # two files of one name must not meet
         scratch.mkdir(exist_ok=True)
-        readers.append(_open(path, scratch, data.delimiter, key))
+        readers.append(_open(path, scratch, data, key))
     return readers
 
 
-def _open(path: Path | str, folder: Path, delimiter: str | None, key: str) -> Reader:
+def _open(path: Path | str, folder: Path, data: DataConfig, key: str) -> Reader:
     if isinstance(path, Path):
         try:
-            return open_reader(path, folder, delimiter)
+            return open_reader(path, folder, columns_of(data), data.delimiter)
         except ConfigError as error:
             error.where = error.where or key
             raise
@@ -233,6 +234,12 @@ def _open(path: Path | str, folder: Path, delimiter: str | None, key: str) -> Re
             where=key,
             hint=f"looked from {Path.cwd()}; a data set of the hub is owner/name or owner/name:split",
         ) from None
+
+
+def columns_of(data: DataConfig) -> list[str]:
+    """The columns that the templates name."""
+    parts = itertools.chain(*(string.Formatter().parse(template) for template in (data.source, data.target)))
+    return sorted({name for _, name, _, _ in parts if name is not None})
 
 
 def _runs(rows: Sequence[int], ends: np.ndarray) -> Iterator[tuple[int, int, list[int]]]:

@@ -21,10 +21,10 @@ from filelock import FileLock
 from scaletool.config import DataConfig, RunConfig
 from scaletool.errors import ConfigError
 from scaletool.train.data.readers import BadRow
-from scaletool.train.data.sources import STDLIB, Example, Source, digest, find_files, stdlib_version
+from scaletool.train.data.sources import STDLIB, Example, Source, columns_of, digest, find_files, stdlib_version
 from scaletool.train.data.tokenise import Pair, encode, load_tokens, split
 
-INDEX_VERSION = 1
+INDEX_VERSION = 2
 BLOCK_ROWS = 256  # neighbours that are read together
 
 
@@ -82,7 +82,8 @@ def load_stream(config: RunConfig, cache: Path, tokenizer: Any) -> tuple[Streame
 
 def _indexed(data: DataConfig, cache: Path) -> Source:
     """The source with its index, made by the first process that comes here and kept for the files as they are now."""
-    settings = {"version": INDEX_VERSION, "files": _stamps(data.train), "delimiter": data.delimiter}
+    settings: dict[str, Any] = {"files": _stamps(data.train), "columns": columns_of(data), "delimiter": data.delimiter}
+    settings["version"] = INDEX_VERSION
     folder = cache / f"stream-{digest(settings)}"
     folder.mkdir(parents=True, exist_ok=True)
     kept = folder / "readers.pickle"

@@ -12,6 +12,7 @@ import json
 import os
 import shutil
 import tempfile
+import zipfile
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -29,7 +30,9 @@ from scaletool.record import read_json, write_json
 from scaletool.train.data.groups import Groups
 from scaletool.train.data.sources import Example, Source, content_of, digest
 
-CACHE_VERSION = 3
+CACHE_VERSION = 4
+DAMAGED = (OSError, ValueError, KeyError, TypeError, IndexError, EOFError, zipfile.BadZipFile, pyarrow.ArrowException)
+"""What reading a cache entry raises where a file of it is missing or not whole."""
 ROWS_PER_PART = 1 << 16
 ROWS_PER_CALL = 4096  # texts handed to the tokenizer at once, to be spread over all cores
 COLUMNS = ("input_ids", "labels")
@@ -103,7 +106,7 @@ class TokenisedData:
             table = pyarrow.ipc.open_stream(pyarrow.memory_map(str(path))).read_all()
             columns = [table.column(name).chunk(0) for name in COLUMNS]
             parts.append([(column.values.to_numpy(), column.offsets.to_numpy()) for column in columns])
-        return parts, np.cumsum([len(part[0][1]) - 1 for part in parts])
+        return parts, np.cumsum([len(part[0][1]) - 1 for part in parts], dtype=np.int64)
 
 
 def load_data(
@@ -148,7 +151,7 @@ def load_tokens(
     with FileLock(f"{folder}.lock"):
         try:
             return _read(folder)
-        except (OSError, ValueError, KeyError, TypeError, pyarrow.ArrowException):  # not there yet, or damaged
+        except DAMAGED:  # or not there yet
             shutil.rmtree(folder, ignore_errors=True)
         partial = folder.with_name(f"{folder.name}.partial")
         partial.mkdir(exist_ok=True)
@@ -159,6 +162,8 @@ def load_tokens(
             shutil.rmtree(partial, ignore_errors=True)
             raise
         os.replace(partial, folder)
+        for path in folder.glob("part-*.npy"):  # not before: a process killed in between must find them
+            path.unlink()
         return _read(folder)
 
 
@@ -190,8 +195,6 @@ def tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path, pro
     np.save(folder / "numbers.npy", joined[0])
     np.save(folder / "lengths.npy", joined[1:].astype(np.int32))
     write_json(folder / "facts.json", {"skipped": skipped, "first": first, "notes": source.notes})
-    for path in folder.glob("part-*.npy"):
-        path.unlink()
 
 
 def _write_part(
@@ -214,9 +217,11 @@ def _write_part(
     for column in range(len(COLUMNS)):
         values = np.concatenate([part[column][0] for part in tokens] or [np.empty(0, np.int32)])
         counts = np.concatenate([part[column][1] for part in tokens] or [np.empty(0, np.int32)])
-        offsets = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
-        arrays.append(pyarrow.ListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values)))
+        offsets = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+        arrays.append(pyarrow.LargeListArray.from_arrays(pyarrow.array(offsets), pyarrow.array(values)))
         lengths.append(counts)
+    if not numbers:  # all bad: Arrow writes no batch for no rows
+        return np.empty(0, dtype=np.int64), lengths
     table = pyarrow.table(arrays, names=list(COLUMNS))
     with (
         pyarrow.OSFile(str(path.with_suffix(".arrow")), "wb") as sink,
@@ -270,7 +275,7 @@ def load_groups(data: TokenisedData, name: str, settings: dict[str, Any], make: 
         try:
             with np.load(path) as kept:
                 return Groups(kept["starts"], kept["members"])
-        except (OSError, ValueError, KeyError):
+        except DAMAGED:
             groups = make()
             scratch = path.with_suffix(".tmp.npz")
             np.savez(scratch, starts=groups.starts, members=groups.members)

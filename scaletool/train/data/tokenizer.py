@@ -65,7 +65,16 @@ def _trained_tokenizer(config: RunConfig, settings: TokenizerConfig, cache: Path
             )
             with tempfile.TemporaryDirectory(dir=cache) as folder:
                 source = Source(data.train, data, Path(folder))
-                tokenizer.train_from_iterator((text for pair in source for text in (pair.source, pair.target)), trainer)
+                try:
+                    texts = (text for pair in source for text in (pair.source, pair.target))
+                    tokenizer.train_from_iterator(texts, trainer)
+                except ConfigError:
+                    raise
+                except Exception as error:  # the library raises no other kind
+                    size = settings.vocab_size
+                    raise ConfigError(
+                        f"no vocabulary of {size} pieces can be trained: {error}", where="tokenizer.vocab_size"
+                    ) from None
             scratch = path.with_suffix(f".{os.getpid()}.tmp")
             tokenizer.save(str(scratch))
             os.replace(scratch, path)
