@@ -48,5 +48,5 @@ format: $(STAMP)  ## rewrite the sources as `check` wants them
 	$(PY) -m ruff format .
 	$(PY) -m ruff check --fix .
 
-bench: $(STAMP)  ## custom mode against a bare loop, trainer mode against custom: runs/bench/results.json
+bench: $(STAMP)  ## scaletool against its peers, 25 minutes on a quiet machine: runs/bench/results.json, docs/benchmarks.md
 	$(PY) -m benchmarks.run
