@@ -173,6 +173,8 @@ class Meter:
 
     def _flush(self) -> None:
         """Bring the losses and norms of the steps since the last flush to the host, losses summed over ranks."""
+        if self._samples:
+            self._samples.flush()
         pending = self.rows[self.flushed :]
         if not pending:
             return
