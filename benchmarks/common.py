@@ -7,9 +7,9 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 
+from benchmarks.figures import imbalance
 from scaletool.config import RunConfig, load_config
 from scaletool.record import write_json
 from scaletool.train.data.tokenise import TokenisedData, load_data
@@ -31,17 +31,19 @@ def open_run(path: str) -> tuple[RunConfig, Any, TokenisedData, Any]:
 
 
 def as_lists(data: TokenisedData) -> list[dict[str, list[int]]]:
-    """Rows as the Trainer's collators want them."""
+    """Rows as the stock collators want them."""
     pairs = data.pairs(range(len(data)))
     return [{"input_ids": pair.source.tolist(), "labels": pair.target.tolist()} for pair in pairs]
 
 
 class Window:
-    """Counts the batches of the steps after warm-up, and their time from end to end."""
+    """Counts the batches of the steps after warm-up, and the time from the end of the last warm-up step, which all
+    ranks leave together, to the end of the last step. scaletool's own meter measures its runs in the same way."""
 
     def __init__(self, config: RunConfig) -> None:
         self.out, self.warmup_steps = Path(str(config.train.output_dir)), config.measure.warmup_steps
-        self.steps, self.started = 0, 0.0
+        self.last_step = int(config.train.max_steps or 0)
+        self.steps, self.started, self.ended = 0, 0.0, 0.0
         self.real: list[int] = []
         self.padded = self.samples = 0
 
@@ -54,16 +56,21 @@ class Window:
         self.samples += int((batch["labels"] != -100).any(dim=1).sum())
 
     def end_step(self) -> None:
+        now = time.perf_counter()
         self.steps += 1
-        if self.steps == self.warmup_steps:
+        if self.steps == self.last_step:
+            self.ended = now
+        elif self.steps == self.warmup_steps:
             if dist.is_initialized():
                 dist.barrier()
             self.started = time.perf_counter()
 
     def close(self) -> None:
         """Join the ranks, and write the window. Every rank must call it."""
+        if self.steps != self.last_step:
+            raise RuntimeError(f"{self.last_step} steps were asked for, {self.steps} made")
         own = {
-            "seconds": time.perf_counter() - self.started,
+            "seconds": self.ended - self.started,
             "real": self.real,
             "padded": self.padded,
             "samples": self.samples,
@@ -73,7 +80,7 @@ class Window:
         if dist.is_initialized():
             ranks = [None] * dist.get_world_size()
             dist.all_gather_object(ranks, own)
-        steps = [step for step in zip(*(rank["real"] for rank in ranks), strict=True)]
+        steps = list(zip(*(rank["real"] for rank in ranks), strict=True))
         window = {
             "seconds": max(rank["seconds"] for rank in ranks),
             "real_tokens": sum(map(sum, steps)),
@@ -83,15 +90,3 @@ class Window:
         }
         if not dist.is_initialized() or dist.get_rank() == 0:
             write_json(self.out / WINDOW_FILE, {"window": window, "peak_bytes": max(rank["peak"] for rank in ranks)})
-
-
-def imbalance(steps: list[tuple[int, ...]]) -> float:
-    """Mean over steps of the busiest rank's tokens / the mean rank's."""
-    return sum(max(step) * len(step) / max(1, sum(step)) for step in steps) / len(steps)
-
-
-def start_gloo() -> torch.device:
-    """The process group of a hand-written loop, and its device."""
-    if torch.distributed.is_torchelastic_launched():
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
-    return torch.device("cuda", dist.get_node_local_rank()) if torch.cuda.is_available() else torch.device("cpu")

@@ -1,6 +1,7 @@
 """Reading a stream whose rows cost 10 ms each: scaletool's loader with workers, and accelerate's default dispatcher.
 
 The same plain loop, tiny model and batches of 4 on both sides; the 10 ms stand for tokenising, fetching or decoding.
+The dispatcher reads all rows in the first process. It gets them tokenised, ours tokenises besides.
 """
 
 from __future__ import annotations
@@ -28,6 +29,8 @@ SECONDS_PER_ROW = 0.010
 
 
 class SlowStream(StreamedData):
+    """At module level, so that loader processes can unpickle it."""
+
     def pairs(self, indices: Sequence[int]) -> list[Any]:
         time.sleep(SECONDS_PER_ROW * len(indices))
         return super().pairs(indices)
@@ -54,7 +57,7 @@ def dispatcher(config: Any, tokenizer: Any, rows: list[dict[str, Any]], accelera
             time.sleep(SECONDS_PER_ROW)
             yield {**row, "attention_mask": [1] * len(row["input_ids"])}
 
-    # The dispatcher joins batches of ranks, so all must have one length.
+    # The dispatcher joins the batches of all ranks, so these must have one length.
     padding: dict[str, Any] = {"padding": "max_length", "max_length": config.data.max_source_tokens}
     collator = DataCollatorForSeq2Seq(tokenizer, None, **padding)
     loader = DataLoader(
@@ -69,14 +72,14 @@ def main(name: str, path: str) -> None:
     loader = ours(config, tokenizer) if name == "ours" else dispatcher(config, tokenizer, as_lists(data), accelerator)
     wrapped = DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(wrapped.parameters(), lr=1e-4)
-    window, last = Window(config), int(config.train.max_steps or 0)
+    window = Window(config)
     for step, batch in enumerate(loader, start=1):
         window.count(batch)
         wrapped(**{key: batch[key] for key in ("input_ids", "attention_mask", "labels")}).loss.backward()
         optimizer.step()
         optimizer.zero_grad()
         window.end_step()
-        if step == last:
+        if step == window.last_step:
             break
     window.close()
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import glob
 import hashlib
-import itertools
 import json
 import os
 import string
@@ -85,7 +84,7 @@ class Source:
         readers: list[Reader] | None = None,
     ) -> None:
         self.patterns, self.key = patterns, key
-        self.templates = (data.source, data.target)
+        self.templates = tuple((template, fields_of(template)) for template in (data.source, data.target))
         self.on_bad_row = data.on_bad_row
         self.bad_rows = BadRows()
         self.readers = readers if readers is not None else _readers(patterns, data, folder, key)
@@ -132,7 +131,7 @@ class Source:
             return entry
         place, columns = entry
         try:
-            source, target = (_fill(template, columns, place) for template in self.templates)
+            source, target = (_fill(template, fields, columns, place) for template, fields in self.templates)
         except BadRow as problem:
             return problem
         return BadRow(f"{place}: the target is empty") if is_blank(target) else Example(row, source, target)
@@ -238,8 +237,12 @@ def _open(path: Path | str, folder: Path, data: DataConfig, key: str) -> Reader:
 
 def columns_of(data: DataConfig) -> list[str]:
     """The columns that the templates name."""
-    parts = itertools.chain(*(string.Formatter().parse(template) for template in (data.source, data.target)))
-    return sorted({name for _, name, _, _ in parts if name is not None})
+    return sorted({*fields_of(data.source), *fields_of(data.target)})
+
+
+def fields_of(template: str) -> list[str]:
+    """The columns that a template names."""
+    return [name for _, name, _, _ in string.Formatter().parse(template) if name is not None]
 
 
 def _runs(rows: Sequence[int], ends: np.ndarray) -> Iterator[tuple[int, int, list[int]]]:
@@ -252,11 +255,9 @@ def _runs(rows: Sequence[int], ends: np.ndarray) -> Iterator[tuple[int, int, lis
             yield reader, int(ends[reader - 1]) if reader else 0, numbers[part].tolist()
 
 
-def _fill(template: str, columns: dict[str, Any], place: str) -> str:
-    for _, name, _, _ in string.Formatter().parse(template):
-        if name is None:
-            continue
-        if name not in columns or columns[name] is None:
+def _fill(template: str, fields: list[str], columns: dict[str, Any], place: str) -> str:
+    for name in fields:
+        if columns.get(name) is None:
             have = ", ".join(str(column) for column in columns) or "none"
             raise BadRow(f"{place}: no value for column {name} (columns: {have})")
         if not isinstance(columns[name], str):
