@@ -105,11 +105,15 @@ class Meter:
             self.window_start += time.perf_counter() - started
         self._start_step()
 
+    def end_window(self) -> None:
+        """The last step is made: what a mode does after it is not measured. A second call changes nothing."""
+        if self.window_start is not None and not self.window_seconds:
+            self._synchronize()
+            self.window_seconds = time.perf_counter() - self.window_start
+
     def finish(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
         """(steps joined over ranks, raw times per rank, measured window). Every rank must call it."""
-        self._synchronize()
-        if self.window_start is not None:
-            self.window_seconds = time.perf_counter() - self.window_start
+        self.end_window()
         self._flush()
         if self._samples:
             self._samples.close()

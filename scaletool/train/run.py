@@ -95,6 +95,8 @@ class Run:
             loss_scale=loss_scale(self.accelerator, self.wrapped),
             skipped=bool(self.accelerator.optimizer_step_was_skipped),
         )
+        if len(self.meter.rows) == self.plan.optimizer_steps:
+            self.meter.end_window()
         every = self.config.train.eval_every
         if every and len(self.meter.rows) % every == 0:
             self.validate()

@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 from launching import REPOSITORY, samples
 
@@ -61,8 +62,11 @@ def test_killed_in_the_middle_of_an_epoch(form: str, rows_file: Path, tmp_path: 
     deadline = time.monotonic() + TIME_LIMIT_SECONDS
     while written(tmp_path / "out") < ENOUGH_STEPS and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.02)
+    helpers = psutil.Process(process.pid).children(recursive=True)
+    assert form != "stream" or len(helpers) >= 2  # the fork server and a loader process
     process.kill()
     process.wait()
+    assert psutil.wait_procs(helpers, timeout=15)[1] == []
     consumed = samples_up_to_the_cut(tmp_path / "out")
     assert len(consumed) >= ENOUGH_STEPS
 

@@ -8,6 +8,8 @@ no loss: every row counts once, all ranks do the same steps, nothing can hang.
 from __future__ import annotations
 
 import multiprocessing
+import os
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -202,4 +204,20 @@ def make_loader(
         multiprocessing_context=workers,
         pin_memory=torch.cuda.is_available(),
         prefetch_factor=4 if num_workers else None,
+        worker_init_fn=_end_with_training if num_workers else None,
     )
+
+
+def _end_with_training(_worker: int) -> None:
+    """A loader process ends when its training process is gone, however that ended.
+
+    torch watches the parent, which is the fork server here; and that lives as long as its workers do.
+    """
+    training = multiprocessing.parent_process()
+
+    def watch() -> None:
+        if training is not None:
+            training.join()
+            os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
