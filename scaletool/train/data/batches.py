@@ -19,11 +19,10 @@ import torch
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from scaletool.errors import ConfigError
-from scaletool.train.data.groups import Groups
+from scaletool.train.data.groups import Groups, padded_length
 from scaletool.train.data.order import GlobalOrder
 from scaletool.train.data.readers import BadRow
 
-PAD_MULTIPLE = 8  # tensor cores want lengths in multiples of 8
 IGNORED_LABEL = -100
 
 
@@ -176,7 +175,7 @@ class Collator(Dataset[Any]):
 def filled(rows: Sequence[Sequence[np.ndarray]], padding: int) -> tuple[np.ndarray, np.ndarray]:
     """(tokens, segments), int64, of the texts of every row behind each other. Without any row: one row of padding."""
     widest = max([sum(map(len, row)) for row in rows], default=1)
-    shape = (max(1, len(rows)), -(-widest // PAD_MULTIPLE) * PAD_MULTIPLE)
+    shape = (max(1, len(rows)), padded_length(widest))
     tokens, segments = np.full(shape, padding, dtype=np.int64), np.zeros(shape, dtype=np.int64)
     for place, row in enumerate(rows):
         at = 0

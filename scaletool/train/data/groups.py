@@ -12,7 +12,7 @@ import numpy as np
 
 WINDOW_ROWS = 1 << 16  # rows that are put together at a time
 CANDIDATES = 8  # open packed rows of one free length that are looked at
-ROUND = 8
+PAD_MULTIPLE = 8  # tensor cores want lengths in multiples of 8
 TARGET_SPARE = 1.5  # at 1.1 a tenth more packed rows of the standard library stay open on the source side
 
 
@@ -70,14 +70,15 @@ def cut_by_tokens(sources: np.ndarray, targets: np.ndarray, most_tokens: int, se
     for window in _windows(len(totals), seed):
         window = window[np.argsort(totals[window], kind="stable")]
         group: list[int] = []
-        longest_source = longest_target = 0
+        longest = (0, 0)
         for row in window.tolist():
-            longest_source = max(longest_source, _rounded(int(sources[row])))
-            longest_target = max(longest_target, _rounded(int(targets[row])))
-            if group and (len(group) + 1) * (longest_source + longest_target) > most_tokens:
+            own = (padded_length(int(sources[row])), padded_length(int(targets[row])))
+            wider = (max(longest[0], own[0]), max(longest[1], own[1]))
+            if group and (len(group) + 1) * sum(wider) > most_tokens:
                 groups.append(group)
-                group, longest_source, longest_target = [], _rounded(int(sources[row])), _rounded(int(targets[row]))
+                group, wider = [], own
             group.append(row)
+            longest = wider
         groups.append(group)
     return _joined(groups)
 
@@ -85,7 +86,7 @@ def cut_by_tokens(sources: np.ndarray, targets: np.ndarray, most_tokens: int, se
 def target_slots(sources: np.ndarray, targets: np.ndarray, source_slots: int) -> int:
     """Target slots of a packed row that leave its source slots to fill up first: they are most of the work."""
     share = float(np.sum(targets, dtype=np.int64)) / max(1.0, float(np.sum(sources, dtype=np.int64)))
-    return _rounded(max(int(source_slots * share * TARGET_SPARE), int(np.max(targets))))
+    return padded_length(max(int(source_slots * share * TARGET_SPARE), int(np.max(targets))))
 
 
 def _windows(rows: int, seed: int) -> list[np.ndarray]:
@@ -116,5 +117,6 @@ def _joined(groups: list[list[int]]) -> Groups:
     return Groups(starts, members)
 
 
-def _rounded(length: int) -> int:
-    return -(-length // ROUND) * ROUND
+def padded_length(length: int) -> int:
+    """Slots of the longest row of a batch."""
+    return -(-length // PAD_MULTIPLE) * PAD_MULTIPLE

@@ -90,7 +90,7 @@ def work(micro: MicroBatch, sources: np.ndarray, targets: np.ndarray, *, packed:
     rows = micro.indices if packed else tuple((row,) for row in itertools.chain.from_iterable(micro.indices))
     lengths = [[int(sum(side[place] for place in row)) for row in rows] for side in (sources, targets)]
     real = sum(map(sum, lengths))
-    widest = [-(-max(side, default=1) // groups.ROUND) * groups.ROUND for side in lengths]
+    widest = [groups.padded_length(max(side, default=1)) for side in lengths]
     return real, max(1, len(rows)) * sum(widest)
 
 
@@ -196,7 +196,7 @@ def _judge(found: Inspected, bad_rows: list[str], data: DataConfig) -> None:
 
 def limit_for(lengths: np.ndarray) -> int:
     """A limit that cuts one row in a hundred, in multiples of 8."""
-    return -(-int(np.percentile(lengths, 99)) // groups.ROUND) * groups.ROUND
+    return groups.padded_length(int(np.percentile(lengths, 99)))
 
 
 def _between(files: list[Inspected]) -> list[dict[str, str]]:

@@ -7,13 +7,9 @@ are indexed by byte (two numbers a row), Parquet files by row group.
 from __future__ import annotations
 
 import csv
-import gzip
 import io
 import itertools
 import json
-import mmap
-import shutil
-import zlib
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -22,19 +18,14 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from scaletool.errors import ConfigError
+from scaletool.train.data.unpacking import PACKED_ENDINGS, packing_of, unpack
 
 FORMATS = (".jsonl", ".json", ".ndjson", ".csv", ".tsv", ".parquet")
-PACKINGS = {b"\x1f\x8b": "gzip", b"\x28\xb5\x2f\xfd": "zstd"}
-PACKED_ENDINGS = {".gz": "gzip", ".zst": "zstd"}
 UTF16_MARKS = (b"\xff\xfe", b"\xfe\xff")
 UTF8_MARK = b"\xef\xbb\xbf"
-SKIPPABLE = b"\x2a\x4d\x18"
-"""Bytes 1 to 3 of a zstd frame that holds no data: some writers begin with one (RFC 8878, 3.1.2)."""
-ZSTD_WINDOW = 1 << 31  # bytes: what --ultra --long=31 needs
 MERGE_MARKERS = (b"<<<<<<<", b"=======", b">>>>>>>", b"|||||||")
 DELIMITERS = {",": "comma", ";": "semicolon", "\t": "tab", "|": "bar"}
 ROW_GROUPS_KEPT = 8  # decoded row groups that a reader holds on to
-COPY_BYTES = 1 << 22
 
 
 class BadRow(Exception):
@@ -71,9 +62,7 @@ def open_reader(path: Path, folder: Path, columns: Sequence[str], delimiter: str
         return FolderRows(path)
     with path.open("rb") as stream:
         head = stream.read(4096)
-    packing = next((name for mark, name in PACKINGS.items() if head.startswith(mark)), None)
-    if head[1:4] == SKIPPABLE and head[0] >> 4 == 5:
-        packing = "zstd"
+    packing = packing_of(head)
     ending = ending_of(path)
     notes, damage = [], None
     plain = path
@@ -83,7 +72,7 @@ def open_reader(path: Path, folder: Path, columns: Sequence[str], delimiter: str
             notes.append(
                 f"{path} is {packing} data under another ending: other tools may not read it; rename or unpack"
             )
-        plain, damage = _unpack(path, packing, folder)
+        plain, damage = unpack(path, packing, folder)
         with plain.open("rb") as stream:
             head = stream.read(4096)
     try:
@@ -126,71 +115,6 @@ def ending_of(path: Path) -> str:
     if suffixes and suffixes[-1] in PACKED_ENDINGS:
         suffixes.pop()
     return suffixes[-1] if suffixes else ""
-
-
-def _unpack(path: Path, packing: str, folder: Path) -> tuple[Path, str | None]:
-    """(plain copy, what is wrong): a packed stream cannot be read from its middle."""
-    plain, problem = folder / f"{path.name}.plain", None
-    with path.open("rb") as raw, plain.open("wb") as target:
-        try:
-            shutil.copyfileobj(_unpacking(raw, packing), target, COPY_BYTES)
-        except EOFError:
-            problem = f"damaged {packing}: truncated, the end of the stream is missing"
-        except (gzip.BadGzipFile, zlib.error, OSError, ValueError) as error:
-            problem = f"damaged {packing}: {error}"
-    if problem:  # the last line is cut anywhere: it is the damage, not a row
-        with plain.open("rb+") as target:
-            if plain.stat().st_size:
-                with mmap.mmap(target.fileno(), 0) as content:
-                    whole = content.rfind(b"\n") + 1
-                target.truncate(whole)
-    return plain, problem
-
-
-def _unpacking(raw: IO[bytes], packing: str) -> IO[bytes]:
-    if packing == "gzip":
-        return _EagerGzip(fileobj=raw)  # type: ignore[return-value]
-    import zstandard
-
-    return _CheckedZstd(raw, zstandard)  # type: ignore[return-value]
-
-
-class _EagerGzip(gzip.GzipFile):
-    """Small reads: what stands before the damage is handed out before the damage is met."""
-
-    def read(self, size: int | None = -1) -> bytes:
-        return super().read1(1 << 16)
-
-
-class _CheckedZstd:
-    """zstandard's own reader ends silently where the stream is cut off."""
-
-    def __init__(self, raw: IO[bytes], zstandard: Any) -> None:
-        self.raw, self.error = raw, zstandard.ZstdError
-        self.new = zstandard.ZstdDecompressor(max_window_size=ZSTD_WINDOW).decompressobj
-        self.frame, self.rest = self.new(), b""
-
-    def read(self, size: int = -1) -> bytes:
-        while True:
-            if self.frame.eof:
-                self.rest, self.frame = self.frame.unused_data, self.new()
-            block = self.rest or self.raw.read(1 << 16)
-            self.rest = b""
-            if not block:
-                if self.started:
-                    raise EOFError
-                return b""
-            self.started = True
-            try:
-                text = bytes(self.frame.decompress(block))
-            except self.error as error:
-                raise ValueError(str(error)) from None
-            if self.frame.eof:
-                self.started = False
-            if text:
-                return text
-
-    started = False
 
 
 class _TextRows:
