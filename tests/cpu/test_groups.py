@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from scaletool.train.data import groups
-from scaletool.train.data.groups import Groups, cut_by_tokens, pack, target_slots
+from scaletool.train.data.batches import ShardSampler
+from scaletool.train.data.groups import Groups, cut_by_tokens, pack, target_slots, work_of_packed
+from scaletool.train.data.order import GlobalOrder
 
 SOURCES = np.minimum(np.random.default_rng(0).lognormal(4.6, 1.0, 6000).astype(np.int32) + 1, 256)
 TARGETS = np.minimum(np.random.default_rng(1).lognormal(3.6, 0.6, 6000).astype(np.int32) + 1, 64)
@@ -37,6 +39,47 @@ def test_packed_rows_keep_their_limits(rows: int, window: int, monkeypatch: pyte
     check_coverage(made, rows)
     assert made.sums(sources).max() <= 256
     assert made.sums(targets).max() <= 96
+
+
+@pytest.mark.parametrize("window", [1 << 16, 64])
+def test_halves_of_packed_rows_fit_in_half_the_slots(window: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(groups, "WINDOW_ROWS", window)
+    made = pack(SOURCES, TARGETS, 256, 96)
+    assert made.halves is not None
+    assert 0.02 < np.mean(made.halves > 0) < 0.98
+    for group in np.flatnonzero(made.halves):
+        rows = made.rows(group)
+        for half in (rows[: made.halves[group]], rows[made.halves[group] :]):
+            assert SOURCES[half].sum() <= 128
+            assert TARGETS[half].sum() <= 48
+    work = work_of_packed(made, SOURCES, TARGETS)
+    assert work[made.halves > 0].max() < work[made.halves == 0].min()
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 3])
+def test_short_packed_rows_are_dealt_as_two_rows_of_half_the_slots(world_size: int) -> None:
+    made = pack(SOURCES, TARGETS, 256, 96)
+    order = GlobalOrder(len(made), 4 * world_size, lengths=work_of_packed(made, SOURCES, TARGETS))
+    seen: list[int] = []
+    folded = 0
+    for rank in range(world_size):
+        sampler = ShardSampler(
+            order,
+            TARGETS,
+            rank=rank,
+            world_size=world_size,
+            per_device_batch_size=4,
+            steps=range(order.steps_per_epoch),
+            groups=made,
+            packed=True,
+        )
+        for micro in sampler:
+            longest = max(int(SOURCES[list(row)].sum()) for row in micro.indices)
+            folded += len(micro.indices) > 4
+            assert longest <= (256 if len(micro.indices) <= 4 else 128)
+            seen += [row for rows in micro.indices for row in rows]
+    assert sorted(seen) == list(range(len(SOURCES)))
+    assert folded > 10
 
 
 @pytest.mark.parametrize("source_slots", [256, 512, 1024])

@@ -103,7 +103,12 @@ class ShardSampler(Sampler[MicroBatch]):
         if self.groups is None:
             return (tuple(units.tolist()),)
         rows = [tuple(self.groups.rows(unit).tolist()) for unit in units]
-        return tuple(rows) if self.packed else (sum(rows, ()),)
+        if not self.packed:
+            return (sum(rows, ()),)
+        if self.groups.halves is not None and self.groups.halves[units].all():  # each as two rows of half the slots
+            cuts = self.groups.halves[units].tolist()
+            rows = [half for row, cut in zip(rows, cuts, strict=True) for half in (row[:cut], row[cut:]) if half]
+        return tuple(rows)
 
 
 def deal(units: np.ndarray, hands: int) -> list[np.ndarray]:

@@ -6,7 +6,7 @@ row: every invariant of the order holds for them as it stands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,10 +18,15 @@ TARGET_SPARE = 1.5  # at 1.1 a tenth more packed rows of the standard library st
 
 @dataclass(frozen=True)
 class Groups:
-    """Rows by group: group g holds members[starts[g]:starts[g + 1]]."""
+    """Rows by group: group g holds members[starts[g]:starts[g + 1]].
+
+    halves: shape (groups,), of packed rows: how many of the members fill the first half of the slots, where the others
+    fit in the second; 0 where a row needs more than a half. None for other groups.
+    """
 
     starts: np.ndarray
     members: np.ndarray
+    halves: np.ndarray | None = None
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -37,27 +42,46 @@ class Groups:
 def pack(sources: np.ndarray, targets: np.ndarray, source_slots: int, target_slots: int, seed: int = 0) -> Groups:
     """Rows of at most `source_slots` and `target_slots` tokens, by best fit, what fills most of a row first.
 
+    Short rows that are not needed to fill up behind long ones are packed into halves, two of which are a packed row:
+    laid out as two rows, they cost half the attention.
     sources, targets: shape (rows,), tokens of each.
     """
     groups: list[list[int]] = []
+    halves: list[int] = []
     for window in _windows(len(sources), seed):
         share = np.asarray(sources)[window] / source_slots + np.asarray(targets)[window] / target_slots
         window = window[np.argsort(-share, kind="stable")]
         by_free: list[list[int]] = [[] for _ in range(source_slots + 1)]  # open groups by free source slots
-        free_targets: dict[int, int] = {}
+        free_targets: list[int] = []
+        opened: list[list[int]] = []
+        whole: list[bool] = []
         for row in window.tolist():
             source, target = int(sources[row]), int(targets[row])
             group, free = _best_fit(by_free, free_targets, source, target)
             if group is None:
-                group, free = len(groups), source_slots
-                groups.append([])
-                free_targets[group] = target_slots
+                whole.append(2 * source > source_slots or 2 * target > target_slots)
+                parts = 1 if whole[-1] else 2
+                group, free = len(opened), source_slots // parts
+                opened.append([])
+                free_targets.append(target_slots // parts)
             else:
                 by_free[free].remove(group)
-            groups[group].append(row)
+            opened[group].append(row)
             free_targets[group] -= target
             by_free[free - source].append(group)
-    return _joined(groups)
+        long = [group for group, is_whole in zip(opened, whole, strict=True) if is_whole]
+        short = [group for group, is_whole in zip(opened, whole, strict=True) if not is_whole]
+        short += [[]] * (len(short) % 2)
+        pairs = list(zip(short[::2], short[1::2], strict=True))
+        groups += long + [first + second for first, second in pairs]
+        halves += [0] * len(long) + [len(first) for first, _ in pairs]
+    return replace(_joined(groups), halves=np.array(halves, dtype=np.int64))
+
+
+def work_of_packed(packed: Groups, sources: np.ndarray, targets: np.ndarray) -> np.ndarray:
+    """What to sort packed rows by, so that those in halves come together, and within both kinds like lengths do."""
+    tokens: np.ndarray = packed.sums(sources).astype(np.int64) + packed.sums(targets)
+    return tokens + (packed.halves == 0) * (tokens.max() + 1)
 
 
 def cut_by_tokens(sources: np.ndarray, targets: np.ndarray, most_tokens: int, seed: int = 0) -> Groups:
@@ -100,9 +124,7 @@ def _windows(rows: int, seed: int) -> list[np.ndarray]:
     return windows
 
 
-def _best_fit(
-    by_free: list[list[int]], free_targets: dict[int, int], source: int, target: int
-) -> tuple[int | None, int]:
+def _best_fit(by_free: list[list[int]], free_targets: list[int], source: int, target: int) -> tuple[int | None, int]:
     """The open group with the least free source slots that takes the row, and those slots; None where none does."""
     for free in range(source, len(by_free)):
         for group in by_free[free][-CANDIDATES:]:

@@ -18,10 +18,10 @@ from scaletool.config import DataConfig, RunConfig
 from scaletool.errors import ConfigError
 from scaletool.train.data import groups
 from scaletool.train.data.batches import MicroBatch, ShardSampler
+from scaletool.train.data.encode import Encoder
 from scaletool.train.data.order import GlobalOrder
 from scaletool.train.data.readers import BadRow
 from scaletool.train.data.sources import ROWS_PER_READ, Example, Source
-from scaletool.train.data.tokenise import encode
 
 NO_LIMIT = 1 << 20  # tokens: long enough to see how long rows really are
 SMALLEST_NODE = 4  # GPUs
@@ -101,7 +101,7 @@ def _batches(
     if batching == "packed":
         slots = data.pack_tokens or data.max_source_tokens
         grouped = groups.pack(sources, targets, slots, groups.target_slots(sources, targets, slots))
-        lengths = grouped.sums(sources) + grouped.sums(targets)
+        lengths = groups.work_of_packed(grouped, sources, targets)
     elif batching == "bucketed":
         lengths = sources.astype(np.int64) + targets
     per_device = data.per_device_batch_size
@@ -137,6 +137,7 @@ def _names(patterns: Sequence[str]) -> list[str]:
 def _inspect_file(name: str, data: DataConfig, tokenizer: Any) -> Inspected:
     found = Inspected(name)
     whole = replace(data, max_source_tokens=NO_LIMIT, max_target_tokens=NO_LIMIT)
+    encode = Encoder(tokenizer, whole)
     with tempfile.TemporaryDirectory() as folder:
         try:
             source = Source([name], data, Path(folder))
@@ -152,7 +153,7 @@ def _inspect_file(name: str, data: DataConfig, tokenizer: Any) -> Inspected:
             good = [pair for pair in pairs if isinstance(pair, Example)]
             found.bad_rows += len(bad)
             bad_rows += map(str, bad[: BAD_ROWS_SHOWN - len(bad_rows)])
-            lengths.append(np.stack([counts for _, counts in encode(tokenizer, good, whole)]))
+            lengths.append(np.stack([counts for _, counts in encode(good)]))
             _remember(found, good)
         found.lengths = np.concatenate(lengths, axis=1) if lengths else found.lengths
     found.rows = found.lengths.shape[1]

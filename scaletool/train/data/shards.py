@@ -85,7 +85,7 @@ def arrange(
         lengths = data.sizes if settings.batching == "bucketed" else None
     elif settings.batching == "packed":
         grouped = _packs(data, config)
-        lengths = grouped.sums(data.source_lengths) + grouped.sums(data.target_lengths)
+        lengths = groups.work_of_packed(grouped, data.source_lengths, data.target_lengths)
     elif settings.max_batch_tokens is not None:
         grouped = _cut(data, settings.max_batch_tokens)
     elif settings.batching == "bucketed":
@@ -118,4 +118,4 @@ def _packs(data: TokenisedData, config: RunConfig) -> groups.Groups:
     slots = config.data.pack_tokens or config.data.max_source_tokens
     targets = groups.target_slots(data.source_lengths, data.target_lengths, slots)
     make = partial(groups.pack, data.source_lengths, data.target_lengths, slots, targets)
-    return load_groups(data, "packs", {"slots": [slots, targets]}, make)
+    return load_groups(data, "packed", {"slots": [slots, targets]}, make)

@@ -12,6 +12,7 @@ import os
 import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from filelock import FileLock
 
 from scaletool.config import DataConfig, RunConfig
 from scaletool.errors import ConfigError
+from scaletool.train.data.encode import Encoder
 from scaletool.train.data.readers import BadRow
 from scaletool.train.data.sources import STDLIB, Example, Source, columns_of, digest, find_files, stdlib_version
-from scaletool.train.data.tokenise import Pair, encode, load_tokens, split
+from scaletool.train.data.tokenise import Pair, load_tokens, split
 
 INDEX_VERSION = 2
 BLOCK_ROWS = 256  # neighbours that are read together
@@ -54,12 +56,16 @@ class StreamedData:
         places = indices if self.places is None else self.places[indices]
         return StreamedData(self.source, self.tokenizer, self.data, places)
 
+    @cached_property
+    def _encoder(self) -> Encoder:
+        return Encoder(self.tokenizer, self.data)
+
     def pairs(self, indices: Sequence[int]) -> list[Pair | BadRow]:
         """The rows at `indices`. Raises ConfigError for a bad row unless told to skip."""
         rows = indices if self.places is None else self.places[list(indices)].tolist()
         read = self.source.read(rows)
         examples = list(self.source.usable(read))
-        (sources, source_counts), (targets, target_counts) = encode(self.tokenizer, examples, self.data)
+        (sources, source_counts), (targets, target_counts) = self._encoder(examples)
         bad: list[Pair | BadRow] = [entry for entry in read if not isinstance(entry, Example)]
         numbers = [example.row for example in examples]
         return bad + list(map(Pair, numbers, _parts(sources, source_counts), _parts(targets, target_counts)))

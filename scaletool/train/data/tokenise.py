@@ -7,7 +7,6 @@ was interrupted goes on behind its last whole part.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import os
 import shutil
@@ -27,6 +26,7 @@ from filelock import FileLock
 from scaletool.config import DataConfig, RunConfig
 from scaletool.errors import ConfigError
 from scaletool.record import read_json, write_json
+from scaletool.train.data.encode import Encoder, FlatTokens, flat
 from scaletool.train.data.groups import Groups
 from scaletool.train.data.sources import Example, Source, content_of, digest
 
@@ -46,8 +46,6 @@ class Pair(NamedTuple):
     target: np.ndarray
 
 
-FlatTokens = tuple[np.ndarray, np.ndarray]
-"""int32: the tokens of many texts one behind the other, and how many each has."""
 Progress = Callable[[int, int], None]
 """Called with the rows done and the rows there are."""
 
@@ -173,13 +171,14 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 def tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path, progress: Progress | None = None) -> None:
     """Write the parts that are missing in `folder`, then the lengths of all. Raises ConfigError for no usable row."""
+    encoder = Encoder(tokenizer, data)
     for number, start in enumerate(range(0, len(source), ROWS_PER_PART)):
         facts = folder / f"part-{number:06}.json"
         if not facts.is_file():
             rows = range(start, min(start + ROWS_PER_PART, len(source)))
             before = source.bad_rows.count
             source.bad_rows.first = None
-            numbers, lengths = _write_part(source, rows, tokenizer, data, folder / f"part-{number:06}", progress)
+            numbers, lengths = _write_part(source, rows, encoder, folder / f"part-{number:06}", progress)
             np.save(facts.with_suffix(".npy"), np.stack([numbers, *lengths]))
             write_json(facts, {"skipped": source.bad_rows.count - before, "first": source.bad_rows.first})
         elif progress:
@@ -198,7 +197,7 @@ def tokenise(source: Source, tokenizer: Any, data: DataConfig, folder: Path, pro
 
 
 def _write_part(
-    source: Source, rows: range, tokenizer: Any, data: DataConfig, path: Path, progress: Progress | None
+    source: Source, rows: range, encoder: Encoder, path: Path, progress: Progress | None
 ) -> tuple[np.ndarray, list[np.ndarray]]:
     """One Arrow file; returns row numbers and lengths. While the tokenizer works, outside Python's lock, threads read
     the next texts and take over the last tokens."""
@@ -207,8 +206,8 @@ def _write_part(
     with ThreadPoolExecutor(1) as flattening:
         for examples in _read_ahead(source, rows):
             numbers += [example.row for example in examples]
-            encodings = _encodings(tokenizer, examples, data)
-            coming.append(flattening.submit(lambda both: [_flat(side) for side in both], encodings))
+            encodings = encoder.encodings(examples)
+            coming.append(flattening.submit(lambda sides: [flat(side) for side in sides], encodings))
             del encodings  # they are large, and freed in the thread
             if progress:
                 progress(numbers[-1] + 1 if numbers else rows.stop, len(source))
@@ -242,31 +241,6 @@ def _read_ahead(source: Source, rows: range) -> Iterator[list[Example]]:
                 yield list(source.usable(here.result()))
 
 
-def encode(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[FlatTokens]:
-    """Tokens of the sources and of the targets, cut at the limits."""
-    return [_flat(side) for side in _encodings(tokenizer, examples, data)]
-
-
-def _flat(encodings: list[Any]) -> FlatTokens:
-    lists = [encoding.ids for encoding in encodings]
-    counts = np.fromiter(map(len, lists), dtype=np.int32, count=len(lists))
-    return np.fromiter(itertools.chain.from_iterable(lists), dtype=np.int32, count=int(counts.sum())), counts
-
-
-def _encodings(tokenizer: Any, examples: Sequence[Example], data: DataConfig) -> list[list[Any]]:
-    backend = tokenizer.backend_tokenizer
-    backend.encode_special_tokens = True  # a text that says "</s>" is text, not the end
-    backend.no_padding()
-    found = []
-    for texts, limit in (
-        ([example.source for example in examples], data.max_source_tokens),
-        ([example.target for example in examples], data.max_target_tokens),
-    ):
-        backend.enable_truncation(limit)
-        found.append(backend.encode_batch_fast(texts))
-    return found
-
-
 def load_groups(data: TokenisedData, name: str, settings: dict[str, Any], make: Callable[[], Groups]) -> Groups:
     """Groups from the cache entry of the tokens, made at the first call."""
     rows = [len(data), None if data.places is None else hashlib.sha256(data.places.tobytes()).hexdigest()]
@@ -274,11 +248,12 @@ def load_groups(data: TokenisedData, name: str, settings: dict[str, Any], make: 
     with FileLock(f"{path}.lock"):
         try:
             with np.load(path) as kept:
-                return Groups(kept["starts"], kept["members"])
+                return Groups(**kept)
         except DAMAGED:
             groups = make()
             scratch = path.with_suffix(".tmp.npz")
-            np.savez(scratch, starts=groups.starts, members=groups.members)
+            arrays: dict[str, Any] = {name: array for name, array in vars(groups).items() if array is not None}
+            np.savez(scratch, **arrays)
             os.replace(scratch, path)
             return groups
 
