@@ -116,6 +116,7 @@ def sweep(
         loaded.run,
         gpus_present=len(machine.gpu_names),
     )
+    _refuse_profiles(cells, loaded, machine)
     plan = Sweep(tuple(cells), loaded.run, out or default_folder("sweep", time.time()), machine)
     if dry_run:
         print("\n".join(map(str, dry_run_lines(plan))))
@@ -149,6 +150,7 @@ def train(
     machine = probe_machine()
     present = len(machine.gpu_names)
     (cell,) = matrix.make_cells(counts, [profile], [loaded.run.train.mode], ["weak"], loaded.run, gpus_present=present)
+    _refuse_profiles([cell], loaded, machine)
     folder = Path(loaded.run.train.output_dir or default_folder("train", time.time()))
     if dry_run:
         print(launch_line(cell, loaded.run, folder.resolve() / "run.json", machine))
@@ -211,6 +213,57 @@ def configs_copy(names: list[str], to: Annotated[Path, typer.Option("--to", help
         print(target)
 
 
+@app.command()
+def doctor(
+    files: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[FILE...]", help="configs, training arguments, scripts, job scripts; none: this machine"
+        ),
+    ] = None,
+    gpu: Annotated[str, typer.Option(help="the GPU the run is meant for")] = "v100-32gb",
+    explain: Annotated[bool, typer.Option("--explain", help="show every setting, and what wins")] = False,
+    fix: Annotated[bool, typer.Option("--fix", help="write corrected copies, after showing the changes")] = False,
+    json: Annotated[bool, typer.Option("--json", help="print the findings as JSON")] = False,
+    set_: Annotated[
+        list[str] | None, typer.Option("--set", metavar="facts.name=value", help="a fact that no file holds")
+    ] = None,
+) -> None:
+    """Find the mistake before the GPUs do: in any file of a run, in several together, or in this machine."""
+    from scaletool.doctor import command
+    from scaletool.doctor.documents import Document
+    from scaletool.doctor.explain import explain as settings_of
+    from scaletool.doctor.fix import corrections, write
+    from scaletool.sweep.command import environment
+
+    context = command.context_of(gpu, set_ or [])
+    documents: list[Document]
+    if files:
+        documents, findings = command.examine(files, context)
+    else:
+        from scaletool.doctor.environment import probe
+
+        documents = [probe(environment())]
+        findings = command.findings_of(documents, context)
+    settings = settings_of(documents, environment()) if explain else None
+    if json:
+        print(command.as_json(findings, settings))
+    else:
+        print(command.as_text(findings, documents))
+        if settings:
+            print(f"\n{command.explain_text(settings)}")
+    if fix:
+        copies = corrections(documents, findings)
+        for copy in copies:
+            print(copy.diff(), end="", file=sys.stderr)
+        write(copies)
+        for copy in copies:
+            print(f"written: {copy.target}", file=sys.stderr)
+        if not copies:
+            print("nothing that can be corrected mechanically", file=sys.stderr)
+    raise typer.Exit(2 if command.counts(findings)["error"] else 0)
+
+
 @data_app.command("inspect")
 def data_inspect(
     files: Annotated[list[str], typer.Argument(metavar="FILE...", help="data files, or a run config that names them")],
@@ -263,11 +316,23 @@ def _measure(plan: Any) -> int:
 
 def _load(run_file: Path | None, overrides: Sequence[str]) -> LoadedConfig:
     from scaletool.config import load_config
-    from scaletool.doctor.rules import refuse_errors
+    from scaletool.doctor.run_config import refuse_errors
 
     loaded = load_config(run_file, overrides)
     refuse_errors(loaded)
     return loaded
+
+
+def _refuse_profiles(cells: Sequence[Any], loaded: LoadedConfig, machine: Any) -> None:
+    """Nothing is launched with files in which the doctor finds an error."""
+    from scaletool.doctor.command import refuse_launch
+
+    for profile, gpus in {(cell.profile, cell.gpus) for cell in cells}:
+        files = [str(path) for path in (profile.path, profile.deepspeed_path) if path]
+        replaced = {"num_processes": gpus, "num_machines": 1, "machine_rank": 0}
+        if profile.deepspeed_path is None:
+            replaced["mixed_precision"] = {"fp32": "no"}.get(loaded.run.train.precision, loaded.run.train.precision)
+        refuse_launch(files, machine.gpu_names[0] if machine.gpu_names else None, **replaced)
 
 
 def _refuse_executor(name: str) -> None:

@@ -47,6 +47,11 @@ class Launch:
         return " ".join([*variables, shlex.join(self.arguments)])
 
 
+def environment() -> dict[str, str]:
+    """The variables around the driver, for those who may not read them themselves."""
+    return dict(os.environ)
+
+
 def probe_machine() -> Machine:
     """GPUs as the worker would see them, and usable cores."""
     names: list[str] = []

@@ -8,7 +8,7 @@ import os
 import sys
 
 from scaletool.config import load_config
-from scaletool.doctor.rules import refuse_errors
+from scaletool.doctor.run_config import refuse_errors
 from scaletool.errors import ScaletoolError
 from scaletool.record import STACKS_SIGNAL
 

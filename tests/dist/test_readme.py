@@ -56,7 +56,7 @@ def test_make_target_exists(command: str) -> None:
 
 def test_run_config_of_the_readme_is_valid(tmp_path: Path) -> None:
     from scaletool.config import load_config
-    from scaletool.doctor.rules import check_run
+    from scaletool.doctor.run_config import check_run
 
     (block,) = re.findall(r"```yaml\n(.*?)```", README, re.DOTALL)
     path = tmp_path / "run.yaml"

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from scaletool.config import LoadedConfig, RunConfig, load_config
-from scaletool.doctor import Finding, check_run, refuse_errors
-from scaletool.doctor.rules import RULES
+from scaletool.doctor.run_config import RULES, Finding, check_run, refuse_errors
 from scaletool.errors import ConfigError
 
 Values = dict[str, Any]

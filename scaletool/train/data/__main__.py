@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from scaletool.config import LoadedConfig, load_config
-from scaletool.doctor.rules import refuse_errors
+from scaletool.doctor.run_config import refuse_errors
 from scaletool.errors import ScaletoolError
 
 
