@@ -167,18 +167,11 @@ def _ours(files: _Files) -> list[Setting]:
 
 
 def _accumulation(files: _Files, mode: str) -> list[Source]:
-    """Under DeepSpeed the run config's, written into its file. Elsewhere accelerate lets its variable win over the
-    loop, and Trainer, which accumulates by itself, multiplies both."""
+    """accelerate lets its variable win over a loop; Trainer counts by itself, and DeepSpeed's file is filled in."""
     own, exported = files.config("train.gradient_accumulation_steps"), files.exported_accumulation()
-    if files.uses_deepspeed:
+    if mode == "trainer" or files.uses_deepspeed:
         return [*own, *exported, *files.json("gradient_accumulation_steps")]
-    return [*_multiplied(exported, own), *own] if mode == "trainer" else [*exported, *own]
-
-
-def _multiplied(exported: list[Source], own: list[Source]) -> list[Source]:
-    if not exported or not isinstance(exported[0].value, int) or exported[0].value == 1:
-        return []
-    return [Source(exported[0].value * own[0].value, f"{exported[0].place} x {own[0].place}")]
+    return [*exported, *own]
 
 
 MICRO_BATCH = "train_micro_batch_size_per_gpu"
@@ -220,9 +213,8 @@ def _trainer(files: _Files) -> list[Setting]:
         _setting(
             "gradient_accumulation_steps",
             files.json("gradient_accumulation_steps"),
-            files.exported_accumulation() if files.uses_deepspeed else [],
-            _multiplied(files.exported_accumulation(), files.argument("gradient_accumulation_steps")),
             files.argument("gradient_accumulation_steps"),
+            files.exported_accumulation(),
         ),
         _setting("max_grad_norm", files.json("gradient_clipping"), files.argument("max_grad_norm")),
         *_sharding(files),

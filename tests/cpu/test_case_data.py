@@ -41,5 +41,4 @@ def test_verdict(
         assert re.search(pattern, "\n".join(lines))
     else:
         assert any(re.search(pattern, line) for line in said), said
-        assert any(line.startswith(("error:", "warning:")) for line in said)
         assert verdict != "fail" or status != 0

@@ -488,12 +488,12 @@ def flash_attention(document: Document, context: Context) -> Iterator[Problem]:
     link="huggingface/accelerate, utils/launch.py",
 )
 def accumulation_elsewhere(document: Document, context: Context) -> Iterator[Problem]:
-    """The accelerate config's accumulation is exported as an environment variable, and silently wins over the
-    script's."""
+    """DeepSpeed accumulates as the accelerate config says, a loop or Trainer as the arguments say: two counts in one run
+    step at the wrong places."""
     own = number(document, "gradient_accumulation_steps")
     for config in context.of("accelerate"):
         other = number(config, "deepspeed_config.gradient_accumulation_steps")
         if own and other and own.value != other.value:
             place = f"{config.path}:{config.line(other.key)}"
-            message = f"gradient_accumulation_steps is {own.value} here and {other.value} in {place}, which wins"
+            message = f"gradient_accumulation_steps is {own.value} here, {other.value} for the engine in {place}"
             yield Problem(own.key, message, "write the same number in both")

@@ -413,7 +413,9 @@ def initial_scale(config: Document, context: Context) -> Iterator[Problem]:
     """The scale starts at two to this power, and halves at every overflow, each of which is a skipped step."""
     value = config.get("fp16.initial_scale_power")
     if isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value <= 24:
-        message = f"initial_scale_power is {value:g}: about {max(0, int(min(value, 200)) - 16)} steps are skipped at the start"
+        message = (
+            f"initial_scale_power is {value:g}: about {max(0, int(min(value, 200)) - 16)} steps are skipped at first"
+        )
         yield Problem(
             "fp16.initial_scale_power", message, "write 12 to 16", (Edit("set", "fp16.initial_scale_power", 16),)
         )

@@ -121,9 +121,9 @@ def gres_gpus(value: str | None) -> int | None:
 # --- what is launched
 
 FLAGS = {
-    "cpu", "multi_gpu", "tpu", "ipex", "dynamo_use_dynamic", "dynamo_use_fullgraph",
-    "dynamo_use_regional_compilation", "tpu_cluster", "quiet", "debug", "use_deepspeed", "use_fsdp", "use_parallelism_config",
-    "use_megatron_lm", "use_xpu", "use_cpu", "module", "no_python", "same_network", "tpu_use_cluster", "no_tpu_use_cluster",
+    "cpu", "multi_gpu", "tpu", "ipex", "dynamo_use_dynamic", "dynamo_use_fullgraph", "dynamo_use_regional_compilation",
+    "tpu_cluster", "quiet", "debug", "use_deepspeed", "use_fsdp", "use_parallelism_config", "use_megatron_lm",
+    "use_xpu", "use_cpu", "module", "no_python", "same_network", "tpu_use_cluster", "no_tpu_use_cluster",
     "tpu_use_sudo", "enable_cpu_affinity", "standalone", "run_path", "virtual_local_rank", "m", "q", "no_local_rank",
     "no_ssh", "force_multi", "use_env",
 }  # fmt: skip
@@ -272,7 +272,7 @@ class Job:
         self.comments: list[tuple[int, str]] = []
         self._read_directives(lexer.here_lines)
         self.stray: list[tuple[Option | None, str, int]] = []
-        self.options = Options(self._read_options())
+        self.options = Options(list(self._read_options()))
         self._count()
         self.scope = Scope(self.commands, self._slurm())
         self.steps: list[Step] = []

@@ -1,23 +1,26 @@
-"""Rules over job scripts: their #SBATCH lines, and the shell commands that launch something. Nothing is run.
-
-What a script only says through variables is followed as far as they have one value; beyond that nothing is said.
-"""
+"""Rules over job scripts for sbatch."""
 
 from __future__ import annotations
 
-import ast
-import bisect
 import difflib
-import operator
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, lru_cache
+from collections.abc import Iterator
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 from scaletool.doctor.documents import Document
 from scaletool.doctor.registry import Context, Problem, rule
+from scaletool.doctor.rules.job import (
+    OF_SRUN,
+    WITH_VALUE,
+    WITHOUT_VALUE,
+    Job,
+    Launch,
+    directive_words,
+    gpu_count,
+    job_of,
+)
+from scaletool.doctor.rules.shell import EARLY, UNKNOWN, number, shown
 
 GOOD = """\
 #!/bin/bash
@@ -63,917 +66,1202 @@ step=$!
 until wait "$step"; do kill -0 "$step" 2>/dev/null || break; done
 """
 
-# --- shell: words and commands
 
+class Setting(NamedTuple):
+    """A value of a launch. sure: it is this one, or certainly none."""
 
-class Piece(NamedTuple):
-    """A part of a word. literal: the shell leaves its `$` alone. split: it stands outside of double quotes."""
-
-    text: str
-    literal: bool = False
-    split: bool = False
-    array: bool = False
-
-
-class Word(NamedTuple):
-    line: int
-    pieces: tuple[Piece, ...]
+    value: str | None
+    sure: bool
 
     @property
-    def text(self) -> str:
-        return "".join(piece.text for piece in self.pieces)
+    def number(self) -> int | None:
+        return number(self.value)
 
     @property
-    def bare(self) -> str:
-        """Its text where nothing of it is quoted, so that it can be a keyword."""
-        return self.text if all(piece.split and not piece.array for piece in self.pieces) else ""
+    def missing(self) -> bool:
+        return self.value is None and self.sure
 
 
-class ShellCommand(NamedTuple):
-    """end: what ends it, "&" or "|" say most. nested: inside of a loop, a condition or a function."""
-
-    line: int
-    words: tuple[Word, ...]
-    end: str
-    nested: bool
-    in_function: bool
-
-    @property
-    def is_background(self) -> bool:
-        return self.end == "&"
-
-    @property
-    def is_piped(self) -> bool:
-        return self.end in ("|", "|&")
+def config_of(launch: Launch, context: Context) -> Document | None:
+    """The accelerate config that a launch names, where it was given too."""
+    named = launch.options.get("config_file")
+    if launch.kind != "accelerate" or named is None:
+        return None
+    given = context.of("accelerate")
+    if UNKNOWN.search(named):
+        return given[0] if len(given) == 1 else None
+    same = [each for each in given if PurePosixPath(each.path).name == PurePosixPath(named).name]
+    return same[0] if len(same) == 1 else None
 
 
-OPERATOR = re.compile(r"&>>?|\d*(?:<<<|<<-?|<&|<>|>>|>&|>\||>(?!\()|<(?!\())|;;&?|;&|&&|\|\||\|&|[;&|()]")
-ORDINARY = re.compile(r"[^\s;&|<>()\\'\"$`]+")
-REDIRECTION = re.compile(r"&>|\d*[<>]")
-OPENING, CLOSING = {"if", "while", "until", "for", "select", "case"}, {"fi", "done", "esac"}
+def setting(launch: Launch, context: Context, *names: str) -> Setting:
+    """The first of `names` on the command line, else that of the config it names."""
+    for name in names:
+        if name in launch.options:
+            return Setting(launch.options[name], True)
+    if not launch.complete:
+        return Setting(None, False)
+    if "config_file" in launch.options:
+        config = config_of(launch, context)
+        if config is None:
+            return Setting(None, False)
+        value = config.get(names[0])
+        plain = isinstance(value, int | str) and not isinstance(value, bool)
+        return Setting(str(value) if plain else None, plain or value is None)
+    return Setting(None, True)
 
 
-def closed(text: str, at: int) -> int:
-    """Where the bracket that opens at `at` has been closed; the text's end where it is not."""
-    opening, closing = text[at], {"(": ")", "{": "}"}[text[at]]
-    depth = 0
-    while at < len(text):
-        char = text[at]
-        if char == "\\":
-            at += 2
-        elif char == "'":
-            at = (text.find("'", at + 1) + 1) or len(text)
-        elif char == '"':
-            at = quote_closed(text, at)
-        elif char == "#" and opening == "(" and text[at - 1] in " \t\n(":
-            at = (text.find("\n", at) + 1) or len(text)
+def launches(job: Job, *kinds: str) -> Iterator[Launch]:
+    return (each for each in job.launches if not kinds or each.kind in kinds)
+
+
+def on_several_nodes(job: Job, *kinds: str) -> Iterator[Launch]:
+    """Launches of steps that run on more than one node, which is certain."""
+    return (each for each in launches(job, *kinds) if each.step and (each.step.nodes or 1) > 1)
+
+
+def counted(count: int, name: str) -> str:
+    return f"{count} {name}{'s' * (count != 1)}"
+
+
+# --- the file and its directives
+
+
+@rule("sbatch-line-endings", "error", "sbatch", bad=GOOD.replace("\n", "\r\n"), good=GOOD)
+def line_endings(script: Document, context: Context) -> Iterator[Problem]:
+    """sbatch refuses scripts with the line endings of Windows: "Batch script contains DOS line breaks"."""
+    if "\r\n" in script.text and (job := job_of(script)) and (job.is_job or job.shebang):
+        line = script.text[: script.text.index("\r\n")].count("\n") + 1
+        yield Problem(line, "the lines end with CR LF, sbatch refuses the script", "run: sed -i 's/\\r$//' FILE")
+
+
+@rule("sbatch-shebang", "error", "sbatch", bad=GOOD.removeprefix("#!/bin/bash\n"), good=GOOD)
+def shebang(script: Document, context: Context) -> Iterator[Problem]:
+    """sbatch refuses a script whose very first characters are not #!: "This does not look like a batch script"."""
+    job = job_of(script)
+    if job and job.is_job and not job.shebang and not _is_python(script):
+        yield Problem(1, f"the first line is no shebang, but {job.lines[0][:40]!r}", "make #!/bin/bash the first line")
+
+
+def _is_python(script: Document) -> bool:
+    return bool(re.search(r"^(import |from \w[\w.]* import |def \w+\(.*\).*:)", script.text, re.MULTILINE))
+
+
+@rule(
+    "sbatch-directive-is-comment",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("#SBATCH --nodes", "#sbatch --nodes"),
+    good=GOOD,
+    link="ACEsuit/mace#435",
+)
+def directive_is_comment(script: Document, context: Context) -> Iterator[Problem]:
+    """Only lines that begin with #SBATCH, in capitals and without a space, are read. Others are comments, and the job
+    gets the defaults of the partition."""
+    job = job_of(script)
+    if not job or _is_python(script):
+        return
+    for line, text in job.comments:
+        options = directive_words(text.lstrip()[1:].lstrip()[6:])
+        name = re.split("[= ]", options[0])[0] if options else ""
+        usage = re.search(r"\S+\.(sh|sbatch|slurm|job|bash|batch)\b", text) and "#SBATCH" not in text.upper()
+        spaced = text.startswith("# ")
+        switched_off = spaced and (name.lstrip("-") in job.options or re.match(r"\s*# sbatch", text))
+        if not usage and not switched_off:
+            cause = "in lower case" if "SBATCH" not in text else "not #SBATCH at the start of the line"
+            message = f"line {line} is a comment for Slurm, {cause}: {text.strip()}"
+            yield Problem(line, message, f"write #SBATCH {' '.join(options)}, or ##SBATCH to switch it off")
+
+
+@rule(
+    "sbatch-directive-too-late",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("#SBATCH --gpus-per-node=4\n", "").replace("srun", "#SBATCH --gpus-per-node=4\nsrun"),
+    good=GOOD,
+)
+def directive_too_late(script: Document, context: Context) -> Iterator[Problem]:
+    """sbatch stops reading directives at the first command; later ones are comments."""
+    job = job_of(script)
+    for line in job.late if job and job.is_shell else ():
+        text = job.lines[line - 1].strip() if job else ""
+        yield Problem(line, f"after the first command, so Slurm ignores it: {text}", "move it up, above all commands")
+
+
+@rule(
+    "sbatch-variable-in-directive",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("%x-%j.out", "$HOME/logs/%j.out"),
+    good=GOOD,
+)
+def variable_in_directive(script: Document, context: Context) -> Iterator[Problem]:
+    """#SBATCH lines are read before any shell sees them: a variable stays as its name, in file names too."""
+    job = job_of(script)
+    for option in job.options.all if job else ():
+        found = re.search(r"\$\{?\w+\}?|\$\(|`", option.value or "")
+        if found and option.name != "wrap":
+            message = f"--{option.name}={option.value}: {found[0]} is not filled in, Slurm takes it as it stands"
+            fix = "use Slurm's own patterns in file names (%j job, %x name, %u user), or give it to sbatch as an option"
+            yield Problem(option.line, message, fix)
+
+
+KNOWN = WITH_VALUE | WITHOUT_VALUE
+COUNTS = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task",
+          "ntasks-per-gpu", "cpus-per-gpu"}  # fmt: skip
+PLACEHOLDER = re.compile(r"[<>{}@$]|\.\.\.|XX|__")
+
+
+@rule(
+    "sbatch-unknown-option",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("--gpus-per-node", "--gpu-per-node"),
+    good=GOOD,
+)
+def unknown_option(script: Document, context: Context) -> Iterator[Problem]:
+    """sbatch refuses a script with an option that it does not know."""
+    job = job_of(script)
+    for option in job.options.all if job else ():
+        if len(option.name) > 1 and option.name not in KNOWN | OF_SRUN:
+            shortened = [name for name in KNOWN if name.startswith(option.name)]
+            near = difflib.get_close_matches(option.name.replace("_", "-"), sorted(KNOWN), 1, 0.85)
+            if near and len(shortened) != 1:
+                yield Problem(option.line, f"sbatch knows no --{option.name}", f"write --{near[0]}")
+
+
+@rule(
+    "sbatch-option-value",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("--gpus-per-node=4", "--gpus-per-node=four"),
+    good=GOOD,
+)
+def option_value(script: Document, context: Context) -> Iterator[Problem]:
+    """sbatch refuses counts, times and devices that it cannot read, and takes an empty value where a space stands
+    beside the equals sign."""
+    job = job_of(script)
+    for option in job.options.all if job else ():
+        value = option.value or ""
+        if PLACEHOLDER.search(value) or (option.value is None and option.name not in WITH_VALUE):
+            continue
+        cause = _wrong_value(option.name, value)
+        if cause:
+            yield Problem(option.line, f"--{option.name}={value}: {cause[0]}", cause[1])
+
+
+def _wrong_value(name: str, value: str) -> tuple[str, str] | None:
+    if name in COUNTS | {"time", "gres", "mem", "signal"} and value in ("", "="):
+        return "no value, a space stands beside the =", f"write --{name}=VALUE without spaces"
+    if name in ("ntasks", "ntasks-per-node", "cpus-per-task", "ntasks-per-gpu", "cpus-per-gpu"):
+        if not re.fullmatch(r"\d+", value):
+            return "not a number", "write a whole number"
+    elif name == "nodes" and not re.fullmatch(r"\d+[kKmM]?([-,:]\d+[kKmM]?)*", value) and "/" not in value:
+        return "not a number of nodes", "write a whole number, or a list of nodes under --nodelist"
+    elif name in ("gpus", "gpus-per-node", "gpus-per-task") and "," not in value:
+        words = {"all", "auto", "one", "two", "three", "four", "six", "eight", "gpu"}
+        if (":" in value and not value.rpartition(":")[2].isdecimal()) or value.lower() in words:
+            return "no number of GPUs", f"write --{name}=NUMBER or --{name}=TYPE:NUMBER"
+        if value.startswith("gpu:"):
+            return "`gpu` is taken for the type of the GPU", f"write --{name}={value.removeprefix('gpu:')}"
+    elif name == "gres" and "," not in value:
+        if re.fullmatch(r"\d+|gpus:.*|gpu:[\w.-]+:[A-Za-z]\w*|gpu:(one|two|four|six|eight)", value):
+            return "no device that Slurm knows", "write --gres=gpu:NUMBER or --gres=gpu:TYPE:NUMBER"
+    elif name == "time" and not TIME.fullmatch(value):
+        return "not a time", "write HOURS:MINUTES:SECONDS, DAYS-HOURS, or minutes"
+    elif name == "signal" and not SIGNAL.fullmatch(value):
+        return "not a signal", "write --signal=B:USR1@180 or --signal=TERM@180"
+    return None
+
+
+TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|-1|infinite|unlimited", re.IGNORECASE)
+SIGNAL = re.compile(
+    r"(?:(?P<where>[RB]{1,2}):)?(?:SIG)?(?P<name>\d+|HUP|INT|QUIT|ABRT|KILL|ALRM|TERM|USR1|USR2|URG|CONT|STOP|TSTP"
+    r"|TTIN|TTOU|XCPU)(?:@(?P<seconds>\d+))?",
+    re.IGNORECASE,
+)
+
+
+@rule(
+    "sbatch-stray-word",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("--job-name=t5-base", "--job-name=t5 base"),
+    good=GOOD,
+)
+def stray_word(script: Document, context: Context) -> Iterator[Problem]:
+    """Words in a directive that belong to no option are dropped without a word: what follows a space in a name, or an
+    option without its dashes."""
+    job = job_of(script)
+    for option, word, line in job.stray if job else ():
+        name = re.split("[= ]", word)[0]
+        if word.startswith("=") or (option is not None and (option.value or "").endswith("=")):
+            yield Problem(
+                line, f"a space beside the = of {job.lines[line - 1].strip() if job else ''}", "drop the space"
+            )
+        elif name in KNOWN and "=" in word:
+            yield Problem(line, f"{word} is no option and is ignored", f"write --{word}", severity="error")
+        elif option is not None and option.name in ("job-name", "comment", "output", "error"):
+            message = f"--{option.name} ends at the space, {word!r} is dropped"
+            yield Problem(line, message, f'quote it: --{option.name}="{option.value} {word}"')
+
+
+@rule(
+    "sbatch-option-twice",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("#SBATCH --nodes=1\n", "#SBATCH --nodes=1\n#SBATCH -N 2\n").replace("srun", "srun --nodes=1"),
+    good=GOOD,
+)
+def option_twice(script: Document, context: Context) -> Iterator[Problem]:
+    """Of an option that is given twice the last one counts, without a word."""
+    job = job_of(script)
+    if not job or any(word in ("hetjob", "packjob") for _, word, _ in job.stray):
+        return
+    first: dict[str, tuple[str | None, int]] = {}
+    for option in job.options.all:
+        value, line = first.setdefault(option.name, (option.value, option.line))
+        if value != option.value and option.name in WITH_VALUE:
+            message = f"--{option.name} is {value} at line {line} and {option.value} here, which counts"
+            yield Problem(option.line, message, "keep one of them")
+
+
+@rule(
+    "sbatch-tasks-below-nodes",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("--ntasks-per-node=1", "--ntasks=1").replace("srun", "srun --nodes=1"),
+    good=GOOD_TWO,
+)
+def tasks_below_nodes(script: Document, context: Context) -> Iterator[Problem]:
+    """A job with fewer tasks than nodes gets only as many nodes as tasks; sbatch warns on the terminal and goes on."""
+    job = job_of(script)
+    if job and job.nodes and "nodes" in job.options:
+        tasks = job.options.number("ntasks")
+        if tasks and tasks < job.nodes:
+            message = f"--ntasks={tasks} for {job.nodes} nodes: the job gets {counted(tasks, 'node')}"
+            yield Problem(job.options.line("ntasks"), message, "write --ntasks-per-node=1 instead of --ntasks")
+
+
+@rule(
+    "sbatch-nodes-range",
+    "warning",
+    "sbatch",
+    bad=GOOD_TWO.replace("--nodes=2", "--nodes=1-2"),
+    good=GOOD_TWO,
+)
+def nodes_range(script: Document, context: Context) -> Iterator[Problem]:
+    """With a range Slurm gives as many nodes as are free, but the launch line counts on one number."""
+    job = job_of(script)
+    if not job or not job.nodes_range:
+        return
+    for launch in launches(job, "accelerate", "torchrun"):
+        for name in ("num_machines", "num_processes", "nnodes"):
+            fixed = number(launch.options.get(name))
+            if fixed and fixed > 1:
+                message = f"--nodes={job.nodes_range} may give any of these, but {name} is always {fixed}"
+                fix = "ask for one number of nodes, or compute from $SLURM_NNODES"
+                yield Problem(job.options.line("nodes"), message, fix)
+                return
+
+
+# --- ranks, launchers and counts
+
+
+@rule(
+    "sbatch-rank-too-early",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("bash -c '", 'bash -c "')
+    .replace("train.py'", 'train.py"')
+    .replace(' "$', " $")
+    .replace('" ', " "),
+    good=GOOD_TWO,
+    link="ContextualAI/gritlm#62",
+)
+def rank_too_early(script: Document, context: Context) -> Iterator[Problem]:
+    """In the batch script SLURM_NODEID and SLURM_PROCID are always 0; they differ only inside of the step. Written
+    outside of single quotes they are filled in before srun starts, so every node gets rank 0."""
+    job = job_of(script)
+    for step in job.steps if job else ():
+        name = step.early.lstrip("$")
+        if not name or (step.nodes == 1 if name == "SLURM_NODEID" else step.is_single):
+            continue
+        certain = (step.nodes or 0) > 1 or (step.tasks or 0) > 1 or not (job and job.is_job)
+        message = f"${name} is filled in by the batch shell, before srun: it is 0 on every node"
+        fix = f"let the step fill it in: srun bash -c '... ${name} ...' in single quotes, as for --machine_rank"
+        yield Problem(step.line, message, fix, severity=None if certain else "warning")
+    for launch in launches(job, "accelerate", "torchrun") if job else ():
+        value = launch.options.get("machine_rank", launch.options.get("node_rank", ""))
+        if launch.step and launch.step.shell is None and re.search(r"\$\{?SLURM_\w+", UNKNOWN.sub("", value)):
+            message = f"machine_rank gets the text {value}: no shell stands between srun and the launcher to fill it in"
+            yield Problem(launch.line, message, "put the launcher into srun bash -c '...'")
+
+
+@rule(
+    "sbatch-exported-rank",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("set -e", "export RANK=$SLURM_PROCID\nset -e").replace("srun", "srun --ntasks-per-node=1"),
+    good=GOOD_TWO,
+)
+def exported_rank(script: Document, context: Context) -> Iterator[Problem]:
+    """A rank that the batch script exports is 0, and every task of every step inherits it."""
+    job = job_of(script)
+    if not job:
+        return
+    several = [step for step in job.steps if (step.nodes or 1) * (step.tasks or 1) > 1 and step.launches]
+    for each in job.scope.all:
+        if (
+            each.exported
+            and each.word
+            and each.name in ("RANK", "LOCAL_RANK", "NODE_RANK", "MACHINE_RANK", "GROUP_RANK")
+        ):
+            inside = [step for step in several if not (step.scope and each.name in step.scope.values)]
+            if EARLY in job.scope.expand(each.word) and inside and not any(step.early for step in inside):
+                message = f"{each.name}={each.word.text} is filled in by the batch shell: 0 for every task of the step"
+                yield Problem(each.line, message, "set it inside of srun bash -c '...', from the step's own variables")
+
+
+@rule(
+    "sbatch-launcher-per-task",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("--ntasks-per-node=1", "--ntasks-per-node=4"),
+    good=GOOD,
+)
+def launcher_per_task(script: Document, context: Context) -> Iterator[Problem]:
+    """srun starts its command once per task. accelerate launch and torchrun start all processes of a node themselves,
+    so there has to be one task per node; else several launchers fight for the port and the GPUs."""
+    job = job_of(script)
+    for launch in launches(job, "accelerate", "torchrun", "deepspeed") if job else ():
+        step = launch.step
+        if not step or (step.tasks or 1) < 2 or "SLURM_LOCALID" in (step.shell or ""):
+            continue
+        tasks = step.tasks or 1
+        machines = setting(launch, context, "num_machines", "nnodes")
+        if launch.options.get("nproc_per_node") == "1" or machines.number == tasks * (step.nodes or 1):
+            continue
+        if UNKNOWN.search(machines.value or "") and re.search("SLURM_(NTASKS|NPROCS)", machines.value or ""):
+            continue
+        name = {"accelerate": "accelerate launch"}.get(launch.kind, launch.kind)
+        message = f"srun starts {name} {tasks} times per node, once per task; each starts all processes again"
+        yield Problem(launch.line, message, "write #SBATCH --ntasks-per-node=1 (or srun --ntasks-per-node=1)")
+
+
+@rule(
+    "sbatch-no-srun",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("--nodes=1", "--nodes=2").replace("srun ", ""),
+    good=GOOD,
+)
+def no_srun(script: Document, context: Context) -> Iterator[Problem]:
+    """A batch script runs on the first node only. Without srun the other nodes are paid for and idle."""
+    job = job_of(script)
+    if not job or (job.nodes or 1) < 2 or job.steps or job.calls_elsewhere:
+        return
+    for launch in launches(job):
+        training = re.search(r"train|tune", launch.program, re.IGNORECASE)
+        if launch.is_launcher or training:
+            name = {"accelerate": "accelerate launch"}.get(launch.kind, launch.kind)
+            message = f"{name} runs on the first of {job.nodes} nodes only: nothing starts it on the others"
+            fix = "start it with srun: srun --kill-on-bad-exit=1 bash -c '... --machine_rank $SLURM_NODEID ...'"
+            yield Problem(launch.line, message, fix)
+            return
+
+
+@rule(
+    "sbatch-num-machines",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("--num_machines 2 ", ""),
+    good=GOOD_TWO,
+)
+def num_machines(script: Document, context: Context) -> Iterator[Problem]:
+    """num_machines (nnodes of torchrun) is 1 unless it is said: then every node trains a copy of its own. With more
+    machines than nodes the launcher waits for one that never comes."""
+    job = job_of(script)
+    for launch in launches(job, "accelerate", "torchrun") if job else ():
+        nodes = job.nodes_of(launch) if job else None
+        if nodes is None or (nodes == 1 and launch.step and launch.step.nodes != 1):
+            continue
+        name = "num_machines" if launch.kind == "accelerate" else "nnodes"
+        given = setting(launch, context, name)
+        fix = f"write --{name}=$SLURM_NNODES (--{name} {nodes})"
+        if nodes > 1 and "standalone" in launch.options:
+            yield Problem(launch.line, f"--standalone on {nodes} nodes: each is a world of its own", "drop it; " + fix)
+        elif nodes > 1 and given.missing:
+            yield Problem(
+                launch.line, f"{name} is not given on {nodes} nodes, so each node trains a copy of its own", fix
+            )
+        elif given.number is not None and given.number != nodes and not _is_one_task(launch, nodes):
+            message = f"{name} is {given.number}, but the launch runs on {counted(nodes, 'node')}"
+            yield Problem(launch.line, message, fix)
+
+
+def _is_one_task(launch: Launch, nodes: int) -> bool:
+    """Whether every task counts as a machine, so that there may be more of these than nodes."""
+    return bool(launch.step and (launch.step.tasks or 2) > 1)
+
+
+@rule(
+    "sbatch-num-processes",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("--num_processes 16", "--num_processes 8"),
+    good=GOOD_TWO,
+    link="huggingface/accelerate#2521",
+)
+def num_processes(script: Document, context: Context) -> Iterator[Problem]:
+    """num_processes of accelerate is the total over all nodes; nproc_per_node of torchrun is per node. With fewer than
+    GPUs some are idle without a word, with more two processes want the same GPU."""
+    job = job_of(script)
+    if not job or not job.is_job:
+        return
+    for launch in launches(job, "accelerate", "torchrun"):
+        nodes, gpus = job.nodes_of(launch), job.gpus_of(launch)
+        if nodes is None and not launch.step and not job.calls_elsewhere and "nodes" not in job.options:
+            nodes = 1
+        if not nodes or not gpus or {"cpu", "use_cpu"} & set(launch.options) or (nodes > 1 and not launch.step):
+            continue
+        if launch.step and (launch.step.tasks or 2) > 1:
+            continue
+        found = _total(launch, context, nodes, gpus) if launch.kind == "accelerate" else _per_node(launch, gpus)
+        if found and not (found[2] and (job.shares_gpus or launch.options.get("gpu_ids", "all") != "all")):
+            yield Problem(launch.line, found[0], found[1], severity="warning" if found[2] else None)
+
+
+def _total(launch: Launch, context: Context, nodes: int, gpus: int) -> tuple[str, str, bool] | None:
+    """Message, fix, and whether GPUs are only idle."""
+    given, total = setting(launch, context, "num_processes"), nodes * gpus
+    place = f"{counted(nodes, 'node')} with {counted(gpus, 'GPU')} each" if nodes > 1 else counted(gpus, "GPU")
+    fix = f"write --num_processes {total}" + (" (the total over all nodes)" if nodes > 1 else "")
+    count = given.number
+    if count is None:
+        if given.missing and nodes > 1:
+            return f"num_processes is not given: accelerate takes the {gpus} of one node for the total", fix, False
+        return None
+    if count == gpus and nodes > 1:
+        return f"num_processes is the total over all nodes, but {count} is the number per node: {place}", fix, False
+    if count > total:
+        return f"num_processes is {count} for {place}", fix, False
+    if count % nodes:
+        return f"num_processes is {count}, which {nodes} nodes cannot share evenly", fix, False
+    if count < total:
+        return f"num_processes is {count} for {place}: {total - count} of {total} GPUs stay idle", fix, True
+    return None
+
+
+def _per_node(launch: Launch, gpus: int) -> tuple[str, str, bool] | None:
+    given = launch.options.get("nproc_per_node")
+    fix = f"write --nproc-per-node={gpus}"
+    if given is None and launch.complete and gpus > 1:
+        return f"nproc_per_node is not given: one process for {gpus} GPUs", fix, True
+    count = number(given)
+    if count is not None and count > gpus:
+        return f"nproc_per_node is {count}, but a node has {counted(gpus, 'GPU')}: it counts per node", fix, False
+    if count is not None and count < gpus:
+        return f"nproc_per_node is {count} for {gpus} GPUs: {gpus - count} stay idle", fix, True
+    return None
+
+
+@rule(
+    "sbatch-machine-rank",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace('--machine_rank "$SLURM_NODEID" ', "--machine_rank 0 "),
+    good=GOOD_TWO,
+    link="huggingface/accelerate#2816",
+)
+def machine_rank(script: Document, context: Context) -> Iterator[Problem]:
+    """Every node needs a rank of its own, and only the step knows it. accelerate 1.15 ends with a TypeError where
+    none is given; the same one for all makes them wait for each other."""
+    job = job_of(script)
+    for launch in on_several_nodes(job, "accelerate", "torchrun") if job else ():
+        name = "machine_rank" if launch.kind == "accelerate" else "node_rank"
+        nodes = launch.step.nodes if launch.step else 0
+        fix = f"write --{name}=$SLURM_NODEID inside of srun bash -c '...' (single quotes)"
+        given = setting(launch, context, name)
+        backend = setting(launch, context, "rdzv_backend")
+        dynamic = not backend.sure or (backend.value or "static") != "static"
+        if (launch.kind == "torchrun" or config_of(launch, context)) and dynamic:
+            continue
+        if "standalone" in launch.options or setting(launch, context, "num_machines", "nnodes").missing:
+            continue
+        if given.number is not None and (launch.step and launch.step.tasks == 1):
+            yield Problem(launch.line, f"{name} is {given.number} on all {nodes} nodes", fix)
+        elif given.missing:
+            yield Problem(launch.line, f"{name} is not given on {nodes} nodes", fix)
+
+
+@rule(
+    "sbatch-c10d-rank",
+    "warning",
+    "sbatch",
+    bad=GOOD_TWO.replace("--num_machines", "--rdzv_backend c10d --num_machines"),
+    good=GOOD_TWO,
+    link="NVIDIA-NeMo/Megatron-Bridge#1129",
+)
+def c10d_rank(script: Document, context: Context) -> Iterator[Problem]:
+    """The c10d rendezvous deals out ranks itself and ignores the one that is given: rank 0, its logs and checkpoints,
+    may be on any node, and a second, random port has to be open."""
+    job = job_of(script)
+    for launch in on_several_nodes(job, "accelerate", "torchrun") if job else ():
+        rank = launch.options.get("machine_rank", launch.options.get("node_rank"))
+        if setting(launch, context, "rdzv_backend").value == "c10d" and rank is not None:
+            message = "rdzv_backend is c10d, which ignores the machine rank: rank 0 may be on any node"
+            yield Problem(launch.line, message, "use --rdzv_backend static, or drop the rank under torchrun")
+
+
+HERE = re.compile(r"(localhost|127(\.\d+){3}|0\.0\.0\.0|::1|\[::1\])(:\d+)?")
+OWN_NAME = re.compile(r"\$\(\s*(/bin/)?hostname\b[^)]*\)|`hostname\b[^`]*`|\$\{?(HOSTNAME|SLURMD_NODENAME)\}?")
+
+
+@rule(
+    "sbatch-head-address",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace('"$HEAD"', "localhost"),
+    good=GOOD_TWO,
+    link="huggingface/accelerate#1489",
+)
+def head_address(script: Document, context: Context) -> Iterator[Problem]:
+    """All nodes have to meet at the first one. With localhost, or each node's own name, every node waits for itself
+    until the time limit."""
+    job = job_of(script)
+    if not job:
+        return
+    names = ("main_process_ip", "master_addr", "rdzv_endpoint")
+    fix = 'take the first node: HEAD=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1), exported'
+    for launch in on_several_nodes(job):
+        name = next((each for each in names if each in launch.options), names[0])
+        given = setting(launch, context, name)
+        value = given.value or ""
+        nodes = launch.step.nodes if launch.step else 0
+        if HERE.fullmatch(value):
+            yield Problem(launch.line, f"{name} is {value} on {nodes} nodes: each waits for itself", fix)
+        elif launch.step and launch.step.shell and OWN_NAME.search(shown(value)) and "scontrol" not in value:
+            if not job.scope.exported & set(re.findall(r"\w+", launch.step.shell)) or OWN_NAME.search(
+                launch.step.shell
+            ):
+                yield Problem(launch.line, f"{name} is {shown(value)}, another on each of {nodes} nodes", fix)
+        elif launch.kind == "accelerate" and given.missing and not config_of(launch, context):
+            yield Problem(launch.line, f"main_process_ip is not given on {nodes} nodes", fix + ", as --main_process_ip")
+    if any(on_several_nodes(job)):
+        for each in job.scope.all:
+            if each.name == "MASTER_ADDR" and each.word and HERE.fullmatch(each.word.text) and not each.nested:
+                yield Problem(each.line, f"MASTER_ADDR is {each.word.text} on {job.nodes} nodes", fix)
+
+
+@rule(
+    "sbatch-fixed-port",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("accelerate launch --multi_gpu --mixed_precision fp16 --num_machines 1 --num_processes 4",
+                     "torchrun --nproc-per-node 4").replace('--main_process_port "$port"', "--master-port 29500"),
+    good=GOOD,
+    link="pytorch/pytorch#116974",
+)  # fmt: skip
+def fixed_port(script: Document, context: Context) -> Iterator[Problem]:
+    """Two jobs on one node with the same port: the second ends with EADDRINUSE, or joins the first."""
+    job = job_of(script)
+    if not job or job.is_exclusive or not job.gpus or job.gpus >= 8 or not job.trains:
+        return
+    fix = "derive it from the job: $((20000 + SLURM_JOB_ID % 12000))"
+    for launch in launches(job, "accelerate", "torchrun", "deepspeed"):
+        for name in ("main_process_port", "master_port", "rdzv_endpoint"):
+            port = number((setting(launch, context, name).value or "").rpartition(":")[2])
+            if port and not HERE.fullmatch(launch.options.get("rdzv_endpoint", "")):
+                alone = launch.kind == "accelerate" and job.nodes_of(launch) == 1  # takes a free port, with a warning
+                message = f"port {port} is fixed, so two jobs on one node collide"
+                yield Problem(launch.line, message, fix, severity="info" if alone else None)
+                return
+    for each in job.scope.all:
+        if each.name == "MASTER_PORT" and each.word and number(each.word.text) and not each.nested:
+            yield Problem(each.line, f"MASTER_PORT is always {each.word.text}, so two jobs on one node collide", fix)
+            return
+
+
+@rule(
+    "sbatch-array-port",
+    "info",
+    "sbatch",
+    bad=GOOD.replace("--nodes=1", "--nodes=1 --array=0-3").replace("%j", "%A-%a").replace(
+        "20000 + SLURM_JOB_ID % 12000", "29500 + SLURM_ARRAY_TASK_ID"),
+    good=GOOD.replace("--nodes=1", "--nodes=1 --array=0-3").replace("%j", "%A-%a"),
+)  # fmt: skip
+def array_port(script: Document, context: Context) -> Iterator[Problem]:
+    """Task ids repeat from array to array: two of them on one node get the same port. Job ids do not repeat."""
+    job = job_of(script)
+    for launch in launches(job, "accelerate", "torchrun") if job and not job.is_exclusive else ():
+        value = launch.options.get("main_process_port", launch.options.get("master_port", ""))
+        if "SLURM_ARRAY_TASK_ID" in value and not re.search("JOB_?ID", value):
+            message = f"the port comes from the array's task id only ({shown(value)})"
+            yield Problem(launch.line, message, "use $((20000 + SLURM_JOB_ID % 12000)): it differs per element too")
+
+
+# --- GPUs
+
+
+@rule(
+    "sbatch-cuda-visible-devices",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("set -e", "export CUDA_VISIBLE_DEVICES=0,1,2,3,4,5,6,7\nset -e"),
+    good=GOOD,
+    link="mlfoundations/open_clip#614",
+)
+def cuda_visible_devices(script: Document, context: Context) -> Iterator[Problem]:
+    """Slurm sets CUDA_VISIBLE_DEVICES to the cards it gave. Set by hand it may point at cards of other jobs."""
+    job = job_of(script)
+    if not job or not job.gpus or job.is_exclusive:
+        return
+    for each in job.scope.all:
+        if each.name != "CUDA_VISIBLE_DEVICES" or each.word is None or each.nested:
+            continue
+        value = job.scope.expand(each.word).strip()
+        ids = [int(part) for part in value.split(",")] if re.fullmatch(r"\d{1,3}(,\d{1,3})*", value) else None
+        fix = "delete it, Slurm sets CUDA_VISIBLE_DEVICES itself"
+        asked = f"{counted(job.gpus, 'GPU')} asked for"
+        if value in ("", "-1", "NoDevFiles") and not each.prefix and each.exported and job.trains:
+            yield Problem(each.line, f"CUDA_VISIBLE_DEVICES={value!r} hides all GPUs, {asked}", fix)
+        elif ids is None:
+            continue
+        elif len(ids) > job.gpus or max(ids) >= job.gpus:
+            yield Problem(each.line, f"CUDA_VISIBLE_DEVICES={value} set by hand, but {asked}: other jobs' cards", fix)
+        elif not each.prefix and each.exported and job.gpus < 8:
+            message = f"CUDA_VISIBLE_DEVICES={value} set by hand: without cgroups these may be the cards of other jobs"
+            yield Problem(each.line, message, fix, severity="warning")
+
+
+@rule(
+    "sbatch-gpu-ids",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("--multi_gpu", "--multi_gpu --gpu_ids 4,5,6,7"),
+    good=GOOD,
+)
+def gpu_ids(script: Document, context: Context) -> Iterator[Problem]:
+    """accelerate replaces Slurm's CUDA_VISIBLE_DEVICES by gpu_ids: ids beyond the GPUs of the job are cards of other
+    jobs, or none at all."""
+    job = job_of(script)
+    for launch in launches(job, "accelerate") if job and not job.is_exclusive else ():
+        gpus = job.gpus_of(launch) if job else None
+        value = setting(launch, context, "gpu_ids").value or ""
+        if gpus and re.fullmatch(r"\d{1,3}(\s*,\s*\d{1,3})*", value):
+            ids = [int(part) for part in value.split(",")]
+            if len(ids) > gpus or max(ids) >= gpus:
+                message = f"gpu_ids is {value}, but a node of the job has {counted(gpus, 'GPU')}, from 0 on"
+                yield Problem(launch.line, message, "write --gpu_ids all: Slurm chooses the cards")
+
+
+@rule(
+    "sbatch-gpus-per-task",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("--ntasks-per-node=1", "--ntasks-per-node=4").replace("--gpus-per-node=4", "--gpus-per-task=1")
+    .split("port=")[0] + "srun python train.py\n",
+    good=GOOD.replace("--ntasks-per-node=1", "--ntasks-per-node=4").split("port=")[0] + "srun python train.py\n",
+    link="ACEsuit/mace#435",
+)  # fmt: skip
+def gpus_per_task(script: Document, context: Context) -> Iterator[Problem]:
+    """With --gpus-per-task each task sees its own card only, as number 0. A program that takes the card of its local
+    rank finds none from rank 1 on, and NCCL cannot use the direct links between them."""
+    job = job_of(script)
+    for step in job.steps if job else ():
+        own = "gpus-per-task" in step.own
+        options = step.own if own else job.options if job else step.own
+        each = gpu_count(options.text("gpus-per-task"))
+        bind = (step.own.text("gpu-bind") or (job.options.text("gpu-bind") if job else "")) or ""
+        if not each or (step.tasks or 1) < 2 or "none" in bind or not step.launches:
+            continue
+        total = each * (step.tasks or 1)
+        message = (
+            f"--gpus-per-task={each} with {step.tasks} tasks per node: each sees {counted(each, 'card')}, called 0"
+        )
+        line = step.line if own else options.line("gpus-per-task")
+        yield Problem(line, message, f"write --gpus-per-node={total}, or add --gpu-bind=none")
+
+
+WITH_BF16 = re.compile(
+    r"(?i)\b(a100|h100|h200|h800|a800|gh200|b200|a40|a30|a10g?|a6000|a5000|l40s?|l4|rtx|ampere|hopper|ada)"
+)
+
+
+@rule(
+    "sbatch-bf16",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("fp16", "bf16"),
+    good=GOOD,
+    link="huggingface/accelerate#1693",
+)
+def bf16(script: Document, context: Context) -> Iterator[Problem]:
+    """GPUs before Ampere have no bf16 units. Libraries emulate it without a word, slower than fp32."""
+    job = job_of(script)
+    if not job or context.gpu.has_bf16:
+        return
+    asked = " ".join(filter(None, (job.options.text(name) for name in ("gres", "gpus-per-node", "gpus", "constraint",
+                                                                       "partition", "gpus-per-task"))))  # fmt: skip
+    if WITH_BF16.search(asked.replace("_", " ")):
+        return
+    for launch in launches(job):
+        words = [f"--mixed_precision={launch.options.get('mixed_precision', '')}", *launch.arguments]
+        found = next((word for word in _pairs(words) if BF16.fullmatch(word)), None)
+        if found:
+            message = f"{found} on {context.gpu.name}, which has no bf16 units"
+            yield Problem(launch.line, message, "use fp16: --mixed_precision fp16, or --fp16 of the training arguments")
+
+
+BF16 = re.compile(
+    r"--(mixed[_-]precision|precision|dtype|torch_dtype)[= ](bf16|bfloat16|bf16-mixed)|--bf16([= ](true|1))?", re.I
+)
+
+
+def _pairs(words: list[str]) -> Iterator[str]:
+    """Options with their values, in the forms --name=value and "--name value"."""
+    for at, word in enumerate(words):
+        following = words[at + 1] if at + 1 < len(words) else "--"
+        yield word if following.startswith("-") or "=" in word else f"{word} {following}"
+
+
+@rule(
+    "sbatch-cpus-below-processes",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("--cpus-per-task=16", "--cpus-per-task=2"),
+    good=GOOD,
+)
+def cpus_below_processes(script: Document, context: Context) -> Iterator[Problem]:
+    """One launcher task starts all processes of a node, and they share its cores, their loader workers too."""
+    job = job_of(script)
+    if not job or job.is_exclusive:
+        return
+    for launch in launches(job, "accelerate", "torchrun"):
+        nodes, cpus = job.nodes_of(launch) or 0, job.options.number("cpus-per-task")
+        step = launch.step
+        own = step.own.number("cpus-per-task") if step else None
+        if not nodes or not cpus or job.tasks != 1 or (step and step.tasks != 1):
+            continue
+        total = setting(launch, context, "num_processes").number
+        processes = number(launch.options.get("nproc_per_node")) or (total // nodes if total else None)
+        if processes and (own or cpus) < processes:
+            message = f"--cpus-per-task={own or cpus} for {processes} processes per node"
+            line = launch.line if own else job.options.line("cpus-per-task")
+            yield Problem(line, message, f"ask for at least {4 * processes}, some for each process and its workers")
+
+
+# --- several launchers of nodes
+
+
+@rule(
+    "sbatch-deepspeed-launcher",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("--multi_gpu", "--use_deepspeed --zero_stage 2"),
+    good=GOOD_TWO.replace("--multi_gpu", "--use_deepspeed --zero_stage 2 --deepspeed_multinode_launcher standard"),
+    link="huggingface/accelerate#1837",
+)
+def deepspeed_launcher(script: Document, context: Context) -> Iterator[Problem]:
+    """With DeepSpeed accelerate starts other nodes over pdsh by default. Under srun, where each node has a launcher
+    already, every node then becomes a world of its own and trains its own copy."""
+    job = job_of(script)
+    for launch in on_several_nodes(job, "accelerate", "deepspeed") if job else ():
+        nodes = launch.step.nodes if launch.step else 0
+        if launch.kind == "deepspeed":
+            if not {"hostfile", "no_ssh", "H"} & set(launch.options) and launch.complete:
+                message = f"the deepspeed launcher under srun: each of {nodes} nodes is a world of its own"
+                yield Problem(launch.line, message, "start accelerate launch or torchrun with srun instead")
+            continue
+        config = config_of(launch, context)
+        chosen = setting(launch, context, "deepspeed_multinode_launcher")
+        value = launch.options.get("deepspeed_multinode_launcher")
+        if config is not None and value is None:
+            value = config.get("deepspeed_config.deepspeed_multinode_launcher")
+            used = config.get("distributed_type") == "DEEPSPEED" and config.get("num_machines") in (None, 1)
         else:
-            depth += (char == opening) - (char == closing)
-            at += 1
-            if not depth:
-                return at
-    return len(text)
-
-
-def quote_closed(text: str, at: int) -> int:
-    """Where the double quote that opens at `at` has been closed."""
-    at += 1
-    while at < len(text):
-        if text[at] == "\\":
-            at += 2
-        elif text.startswith("$(", at):
-            at = closed(text, at + 1)
-        elif text[at] == '"':
-            return at + 1
-        else:
-            at += 1
-    return len(text)
-
-
-class Lexer:
-    """A shell text as commands."""
-
-    def __init__(self, text: str, line: int = 1) -> None:
-        self.text, self.at, self.first_line = text, 0, line
-        self.breaks = [found.start() for found in re.finditer("\n", text)]
-        self.words: list[Word] = []
-        self.commands: list[ShellCommand] = []
-        self.nesting: list[str] = []
-        self.redirection: str | None = None
-        self.here_ends: list[str] = []
-        self.here_lines: set[int] = set()
-        self.defines = False
-        self._read()
-
-    def line(self) -> int:
-        return self.first_line + bisect.bisect_left(self.breaks, self.at)
-
-    def _read(self) -> None:
-        text = self.text
-        while self.at < len(text):
-            char = text[self.at]
-            if char in " \t\r":
-                self.at += 1
-            elif char == "\\" and re.match(r"\\\r?\n", text[self.at : self.at + 3]):
-                self.at = text.index("\n", self.at) + 1
-            elif char == "#":
-                self.at = text.find("\n", self.at) if "\n" in text[self.at :] else len(text)
-            elif char == "\n":
-                self._end("\n")
-                self.at += 1
-                self._skip_here_documents()
-            elif text.startswith("((", self.at) and len(self.words) < 2:
-                self.at = closed(text, self.at)
-            elif found := OPERATOR.match(text, self.at):
-                self._operator(found[0])
-            else:
-                self._word()
-        self._end("")
-
-    def _skip_here_documents(self) -> None:
-        for end in self.here_ends:
-            while self.at < len(self.text):
-                self.here_lines.add(self.line())
-                stop = self.text.find("\n", self.at)
-                stop = len(self.text) if stop < 0 else stop
-                content = self.text[self.at : stop]
-                self.at = stop + 1
-                if content.strip("\t\r ") == end:
-                    break
-        self.here_ends = []
-
-    def _operator(self, found: str) -> None:
-        self.at += len(found)
-        if REDIRECTION.match(found):
-            self.redirection = found.lstrip("0123456789")
-        elif found == "(":
-            rest = re.match(r"\s*\)", self.text[self.at : self.at + 9])
-            if self.words and rest:  # name(): a function
-                self.at += rest.end()
-                self.words, self.defines = [], True
-            elif not self.words:
-                self._open("(")
-        elif found == ")":
-            self._end(")")
-            if "(" in self.nesting:
-                self._close()
-        else:
-            self._end(found)
-
-    def _open(self, name: str) -> None:
-        self.nesting.append("function" if self.defines else name)
-        self.defines = False
-
-    def _close(self) -> None:
-        if self.nesting:
-            self.nesting.pop()
-
-    def _end(self, end: str) -> None:
-        """Close the command, without the keywords that it begins with."""
-        words, self.words, self.redirection = self.words, [], None
-        while words:
-            first = words[0].bare
-            if first in OPENING:
-                self._open(first)
-                if first in ("for", "select", "case"):
-                    break
-            elif first == "function":
-                self.defines = True
-                words = words[1:]
-            elif first == "{":
-                self._open("{")
-            elif first in CLOSING or first == "}":
-                self._close()
-            elif first not in ("then", "do", "else", "elif", "!", "time"):
-                break
-            words = words[1:]
-        if words:
-            nested, in_function = bool(self.nesting), "function" in self.nesting
-            self.commands.append(ShellCommand(words[0].line, tuple(words), end, nested, in_function))
-
-    def _word(self) -> None:
-        line, start = self.line(), self.at
-        pieces: list[Piece] = []
-        text = self.text
-        while self.at < len(text):
-            char = text[self.at]
-            if char in "<>" and self.at == start:  # <(...)
-                self._piece(pieces, closed(text, self.at + 1), split=True)
-            elif char == "(" and pieces and pieces[-1].text.endswith("="):
-                end = closed(text, self.at)
-                pieces.append(Piece(text[self.at + 1 : end - 1], array=True))
-                self.at = end
-            elif char in " \t\r\n;&|<>()":
-                break
-            else:
-                self._part(pieces, char)
-        word = Word(line, tuple(pieces))
-        if self.redirection is None:
-            self.words.append(word)
-        elif self.redirection in ("<<", "<<-"):
-            self.here_ends.append(word.text)
-        self.redirection = None
-
-    def _part(self, pieces: list[Piece], char: str) -> None:
-        text = self.text
-        if char == "\\":
-            if text[self.at + 1 : self.at + 2] not in ("\n", ""):
-                pieces.append(Piece(text[self.at + 1], literal=True))
-            self.at += 2
-        elif char == "'" or text.startswith("$'", self.at):
-            start = text.index("'", self.at) + 1
-            end = text.find("'", start)
-            end = len(text) if end < 0 else end
-            pieces.append(Piece(text[start:end], literal=True))
-            self.at = end + 1
-        elif char == '"':
-            end = quote_closed(text, self.at)
-            pieces.extend(_double_quoted(text[self.at + 1 : end - 1]))
-            self.at = end
-        elif text.startswith(("$(", "${"), self.at):
-            self._piece(pieces, closed(text, self.at + 1), split=True)
-        elif char == "`":
-            self._piece(pieces, (text.find("`", self.at + 1) + 1) or len(text), split=True)
-        elif char == "$":
-            name = re.compile(r"\$(\w+|[@*#?$!-])?").match(text, self.at)
-            self._piece(pieces, name.end() if name else self.at + 1, split=True)
-        else:
-            ordinary = ORDINARY.match(text, self.at)
-            self._piece(pieces, ordinary.end() if ordinary else self.at + 1, split=True)
-
-    def _piece(self, pieces: list[Piece], end: int, *, split: bool) -> None:
-        pieces.append(Piece(self.text[self.at : end], split=split))
-        self.at = end
-
-
-def _double_quoted(text: str) -> Iterator[Piece]:
-    yield Piece("")  # a word even where nothing stands in it
-    start = 0
-    for found in re.finditer(r"\\([$`\"\\]|\r?\n)", text):
-        if found.start() >= start:
-            yield Piece(text[start : found.start()])
-            if not found[1].endswith("\n"):
-                yield Piece(found[1], literal=True)
-            start = found.end()
-    yield Piece(text[start:])
+            used = "use_deepspeed" in launch.options and chosen.sure
+        if used and value in (None, "pdsh"):
+            message = f"deepspeed_multinode_launcher is {value or 'not given, so pdsh'}: {nodes} worlds instead of one"
+            yield Problem(launch.line, message, "write --deepspeed_multinode_launcher standard")
 
 
 # --- variables
 
-BEGIN, END, SPACE, EARLY = "\ue000", "\ue001", "\ue002", "\ue003"
-"""Round what is not known when the script is read; EARLY: a rank that the batch shell fills in, always with 0."""
-UNKNOWN = re.compile(f"[{BEGIN}{EARLY}]([^{BEGIN}{EARLY}{END}]*){END}")
-RANKS = ("SLURM_NODEID", "SLURM_PROCID", "SLURM_LOCALID")
-ASSIGNMENT = re.compile(r"([A-Za-z_]\w*)(\+?)=")
-DECLARING = {"export", "declare", "local", "readonly", "typeset"}
-LONGEST_VALUE, DEEPEST_VALUE = 20_000, 12
+
+PRESET = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "TMPDIR", "USER", "SHELL", "PWD", "HOSTNAME", "CPATH",
+          "LIBRARY_PATH", "MANPATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "CONDA_PREFIX", "SHELLOPTS"}  # fmt: skip
 
 
-class Assigned(NamedTuple):
-    name: str
-    word: Word | None
-    """None: nobody knows."""
-    line: int
-    exported: bool
-    nested: bool
-    prefix: bool = False
-    appended: bool = False
+@rule(
+    "sbatch-not-exported",
+    "error",
+    "sbatch",
+    bad=GOOD_TWO.replace("export PORT", "PORT"),
+    good=GOOD_TWO,
+)
+def not_exported(script: Document, context: Context) -> Iterator[Problem]:
+    """In single quotes a variable is filled in by the shell inside of the step, which only knows exported ones: it is
+    empty there."""
+    job = job_of(script)
+    if not job or re.search(r"\bset (-\w*a|-o allexport)|\bexport -n|--export", job.code):
+        return
+    shell_variables = {each.name: each for each in job.scope.all if each.word is not None and not each.prefix}
+    prefixes = {each.name for each in job.scope.all if each.prefix}
+    for step in job.steps:
+        inner = step.scope
+        if inner is None or step.shell is None:
+            continue
+        used = re.findall(r"\$\{?([A-Za-z_]\w*)(?=\}|\b(?!\s*:?[-+]))", UNKNOWN.sub("", step.shell))
+        for name in dict.fromkeys(used):
+            each = shell_variables.get(name)
+            known = job.scope.exported | prefixes | set(inner.values) | PRESET
+            if each and name not in known and not name.startswith("SLURM_"):
+                message = f"${name} stands in single quotes, but line {each.line} does not export it: it is empty there"
+                yield Problem(step.line, message, f"write export {name}=... at line {each.line}")
 
 
-def unknown(text: str) -> str:
-    return BEGIN + re.sub(r"\s", SPACE, text) + END
-
-
-def shown(text: str) -> str:
-    """A value as the script writes it."""
-    return re.sub(f"[{BEGIN}{END}{EARLY}]", "", text).replace(SPACE, " ").strip()
-
-
-def assignments(command: ShellCommand) -> Iterator[Assigned]:
-    """What a command assigns, for itself (prefix) or for the shell."""
-    words = command.words
-    first = words[0].bare
-    if first in ("for", "select") and len(words) > 1:
-        yield Assigned(words[1].text, None, command.line, False, True)
-    elif first in ("read", "mapfile", "readarray", "getopts", "printf", "let", "unset"):
-        for word in words[1:]:
-            if re.fullmatch(r"[A-Za-z_]\w*", word.text):
-                yield Assigned(word.text, None, command.line, False, command.nested)
-    elif first in DECLARING:
-        flags = [word.text for word in words[1:] if word.text.startswith("-")]
-        exported = first == "export" or any("x" in flag for flag in flags)
-        for word in words[1:]:
-            yield from _assigned(word, command, exported)
-            if exported and re.fullmatch(r"[A-Za-z_]\w*", word.text):
-                yield Assigned(word.text, None, command.line, True, command.nested, appended=True)
-    else:
-        leading = []
-        for word in words:
-            if not ASSIGNMENT.match(word.text):
-                break
-            leading.append(word)
-        for word in leading:
-            for each in _assigned(word, command, False):
-                yield each._replace(prefix=len(leading) < len(words))
-
-
-def _assigned(word: Word, command: ShellCommand, exported: bool) -> Iterator[Assigned]:
-    found = ASSIGNMENT.match(word.text)
-    if found and word.pieces[0].text.startswith(found[0]):
-        first = word.pieces[0]._replace(text=word.pieces[0].text[found.end() :])
-        value = Word(word.line, (first, *word.pieces[1:]))
-        yield Assigned(found[1], value, command.line, exported, command.nested, appended=bool(found[2]))
-
-
-class Scope:
-    """Variables of the batch shell, or of a shell inside of a step."""
-
-    def __init__(
-        self, commands: Sequence[ShellCommand], slurm: Mapping[str, str], parent: Scope | None = None
-    ) -> None:
-        self.slurm, self.parent = slurm, parent
-        self.all = [each for command in commands for each in assignments(command)]
-        self.exported = {each.name for each in self.all if each.exported}
-        self.values: dict[str, list[Word] | None] = {}
-        for each in self.all:
-            self._add(each)
-
-    def _add(self, each: Assigned) -> None:
-        if each.prefix or (each.word is None and each.appended):
-            return
-        earlier = self.values.get(each.name)
-        if each.word is None or each.nested or (each.name in self.values and not (each.appended and earlier)):
-            self.values[each.name] = None
-        else:
-            self.values[each.name] = [*(earlier or []), each.word]
-
-    def lookup(self, name: str, depth: int) -> str | None:
-        """The value of a variable, None where nothing in the script gives it one."""
-        if name in self.values:
-            words = self.values[name]
-            if words is None or depth > DEEPEST_VALUE:
-                return unknown(f"${name}")
-            return "".join(self.expand(word, depth + 1) for word in words)
-        if self.parent is not None and name not in RANKS:
-            return self.parent.lookup(name, depth)
-        if name in RANKS:
-            return unknown(f"${name}") if self.parent is not None else f"{EARLY}${name}{END}"
-        return self.slurm.get(name)
-
-    def expand(self, word: Word, depth: int = 0) -> str:
-        """The text of a word after the shell has looked at it."""
-        parts = []
-        for piece in word.pieces:
-            if piece.literal:
-                parts.append(piece.text)
-            elif piece.array:
-                inner = Lexer(piece.text).commands
-                parts.append(" ".join(self.expand(each, depth + 1) for command in inner for each in command.words))
-            else:
-                parts.append(self._expand_text(piece.text, depth))
-        return "".join(parts)[:LONGEST_VALUE]
-
-    def _expand_text(self, text: str, depth: int) -> str:
-        parts, at, size = [], 0, 0
-        while at < len(text) and size < LONGEST_VALUE:
-            found = re.compile(r"[$`]").search(text, at)
-            if not found:
-                break
-            parts.append(text[at : found.start()])
-            at, value = self._one(text, found.start(), depth)
-            parts.append(value)
-            size += len(value)
-        return "".join(parts) + text[at:]
-
-    def _one(self, text: str, at: int, depth: int) -> tuple[int, str]:
-        """An expansion that begins at `at`: where it ends, and its value."""
-        if text[at] == "`":
-            end = (text.find("`", at + 1) + 1) or len(text)
-            return end, unknown(text[at:end])
-        if text.startswith("$((", at):
-            end = closed(text, at + 1)
-            return end, self._arithmetic(text[at + 3 : max(end - 2, at + 3)], depth)
-        if text.startswith("$(", at):
-            end = closed(text, at + 1)
-            return end, unknown(text[at:end])
-        if text.startswith("${", at):
-            end = closed(text, at + 1)
-            found = re.fullmatch(r"(\w+)(\[[@*]\])?((?::?[-?]|:?=).*)?", text[at + 2 : end - 1], re.DOTALL)
-            value = self.lookup(found[1], depth) if found else None
-            return end, value if value is not None else unknown(text[at:end])
-        name = re.compile(r"\$(\w+|[@*#?$!-])").match(text, at)
-        if not name:
-            return at + 1, "$"
-        value = self.lookup(name[1], depth)
-        return name.end(), value if value is not None else unknown(name[0])
-
-    def _arithmetic(self, text: str, depth: int) -> str:
-        def value(found: re.Match[str]) -> str:
-            known = self.lookup(found[1], depth + 1)
-            return shown(known) if known is not None else found[1]
-
-        if depth > DEEPEST_VALUE:
-            return unknown(text)
-        filled = re.sub(r"\$?\{?([A-Za-z_]\w*)(?::?[-?][^}]*)?\}?", value, text)
-        number = arithmetic(filled)
-        return unknown(f"$(({filled}))") if number is None else str(number)
-
-    def split(self, words: Sequence[Word]) -> list[str]:
-        """Words as a command gets them: unquoted variables and arrays fall into several."""
-        found: list[str] = []
-        for word in words:
-            text = self.expand(word)
-            falls_apart = any("$" in piece.text and not piece.literal for piece in word.pieces) and (
-                any(piece.split and "$" in piece.text for piece in word.pieces) or "[@]" in word.text
-            )
-            found.extend(text.split() if falls_apart else [text])
-        return found
-
-
-OPERATORS: dict[type[ast.operator], Callable[[int, int], int]] = {
-    ast.Add: operator.add,
-    ast.Sub: operator.sub,
-    ast.Mult: operator.mul,
-    ast.Div: operator.floordiv,
-    ast.Mod: operator.mod,
+ONLY_IF_ASKED = {
+    "SLURM_GPUS_PER_NODE": ("gpus-per-node",),
+    "SLURM_NTASKS_PER_NODE": ("ntasks-per-node", "tasks-per-node"),
+    "SLURM_CPUS_PER_TASK": ("cpus-per-task",),
+    "SLURM_GPUS_PER_TASK": ("gpus-per-task",),
+    "SLURM_MEM_PER_NODE": ("mem",),
 }
 
 
-def arithmetic(text: str) -> int | None:
-    """A sum or product of plain numbers."""
-    if len(text) > 80 or not re.fullmatch(r"[\d\s+\-*/%()]+", text):
-        return None
-    try:
-        return _computed(ast.parse(text.strip(), mode="eval").body)
-    except (SyntaxError, ValueError, ZeroDivisionError, KeyError):
-        return None
-
-
-def _computed(node: ast.expr) -> int:
-    if isinstance(node, ast.Constant) and isinstance(node.value, int):
-        return node.value
-    if isinstance(node, ast.BinOp):
-        return OPERATORS[type(node.op)](_computed(node.left), _computed(node.right))
-    raise ValueError("not plain")
-
-
-def number(text: str | None) -> int | None:
-    return int(text) if text is not None and re.fullmatch(r"[0-9]{1,9}", text) else None
-
-
-# --- options of sbatch and srun
-
-SHORT = {
-    "A": "account", "a": "array", "b": "begin", "B": "extra-node-info", "C": "constraint", "c": "cpus-per-task",
-    "d": "dependency", "D": "chdir", "e": "error", "F": "nodefile", "G": "gpus", "i": "input", "J": "job-name",
-    "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks", "o": "output",
-    "p": "partition", "q": "qos", "S": "core-spec", "t": "time", "w": "nodelist", "x": "exclude", "T": "threads",
-    "r": "relative",
-}  # fmt: skip
-"""Those that take a value."""
-WITH_VALUE = {
-    *SHORT.values(), "acctg-freq", "batch", "bb", "bbf", "cluster-constraint", "comment", "container", "container-id",
-    "cores-per-socket", "cpu-freq", "cpus-per-gpu", "deadline", "delay-boot", "export", "export-file", "extra", "gid",
-    "gpu-bind", "gpu-freq", "gpus-per-node", "gpus-per-socket", "gpus-per-task", "gres", "gres-flags", "hint",
-    "kill-on-invalid-dep", "mail-type", "mail-user", "mcs-label", "mem", "mem-bind", "mem-per-cpu", "mem-per-gpu",
-    "mincpus", "network", "ntasks-per-core", "ntasks-per-gpu", "ntasks-per-node", "ntasks-per-socket", "open-mode",
-    "power", "prefer", "priority", "profile", "reservation", "segment", "signal", "sockets-per-node", "switches",
-    "tasks-per-node", "thread-spec", "threads-per-core", "time-min", "tmp", "tres-bind", "tres-per-task", "uid",
-    "wait-all-nodes", "wckey", "wrap", "workdir",
-}  # fmt: skip
-WITHOUT_VALUE = {
-    "consolidate-segments", "contiguous", "exclusive", "external", "get-user-env", "help", "hold", "ignore-pbs",
-    "nice", "no-kill", "no-requeue", "oom-kill-step", "overcommit", "oversubscribe", "parsable", "propagate", "quiet",
-    "reboot", "requeue", "resv-ports", "share", "spread-job", "stepmgr", "test-only", "usage", "use-min-nodes",
-    "verbose", "version", "wait",
-}  # fmt: skip
-OF_SRUN = {
-    "accel-bind", "bcast-exclude", "cpu-bind", "epilog", "het-group", "jobid", "mpi", "prolog", "slurmd-debug",
-    "task-epilog", "task-prolog", "tres-per-node", "wait", "container-image", "container-mounts", "container-workdir",
-    "container-name", "container-save", "container-env",
-}  # fmt: skip
-"""Options of srun with a value, those of its container plugin too."""
-
-
-class Option(NamedTuple):
-    name: str
-    value: str | None
-    line: int
-
-
-def read_options(words: Sequence[str], line: int, with_value: set[str]) -> tuple[list[Option], list[str]]:
-    """The options that a list of words begins with, and what comes after the first other word."""
-    options: list[Option] = []
-    at = 0
-    while at < len(words) and words[at].startswith("-") and words[at] not in ("-", "--"):
-        word = words[at]
-        at += 1
-        if word.startswith("--"):
-            name, equals, value = word[2:].partition("=")
-            takes = name in with_value
-        else:
-            name, equals, value = SHORT.get(word[1], word[1]), word[2:], word[2:].removeprefix("=")
-            takes = word[1] in SHORT
-        if takes and not equals and at < len(words):
-            options.append(Option(name, words[at], line))
-            at += 1
-        else:
-            options.append(Option(name, value if equals else None, line))
-    return options, list(words[at:])
-
-
-class Options:
-    """Options by name; the last of several counts."""
-
-    def __init__(self, options: Sequence[Option] = ()) -> None:
-        self.all = list(options)
-        self.by_name = {option.name: option for option in options}
-
-    def __contains__(self, name: str) -> bool:
-        return name in self.by_name
-
-    def text(self, name: str) -> str | None:
-        return self.by_name[name].value if name in self.by_name else None
-
-    def number(self, name: str) -> int | None:
-        return number(self.text(name))
-
-    def line(self, *names: str) -> int | None:
-        return next((self.by_name[name].line for name in names if name in self.by_name), None)
-
-    def gpus(self, nodes: int | None, tasks_per_node: int | None) -> int | None:
-        """GPUs on each node, where one option or several say the same."""
-        total, per_task = gpu_count(self.text("gpus")), gpu_count(self.text("gpus-per-task"))
-        found = {
-            gpu_count(self.text("gpus-per-node")),
-            gres_gpus(self.text("gres")),
-            total // nodes if total and nodes and total % nodes == 0 else None,
-            per_task * tasks_per_node if per_task and tasks_per_node else None,
-        } - {None}
-        return found.pop() if len(found) == 1 else None
-
-
-def gpu_count(value: str | None) -> int | None:
-    """4 of "4" and of "v100:4"."""
-    return number(value.rpartition(":")[2]) if value else None
-
-
-def gres_gpus(value: str | None) -> int | None:
-    """4 of "gpu:v100:4,nvme:1"."""
-    found = [part for part in (value or "").split(",") if re.match(r"(gres[:/])?gpu([:=]|$)", part)]
-    if len(found) != 1:
-        return None
-    last = re.split("[:=]", re.sub(r"\(.*?\)", "", found[0]))[-1]
-    return number(last) if last.isdecimal() else 1
-
-
-# --- what is launched
-
-FLAGS = {
-    "cpu", "multi_gpu", "tpu", "ipex", "quiet", "debug", "use_deepspeed", "use_fsdp", "use_parallelism_config",
-    "use_megatron_lm", "use_xpu", "use_cpu", "module", "no_python", "same_network", "tpu_use_cluster", "no_tpu_use_cluster",
-    "tpu_use_sudo", "enable_cpu_affinity", "standalone", "run_path", "virtual_local_rank", "m", "q", "no_local_rank",
-    "no_ssh", "force_multi", "use_env",
-}  # fmt: skip
-SHELLS = re.compile(r"(ba|z|da|k)?sh")
-NOT_LAUNCHING = {
-    "echo", "printf", "which", "type", "pip", "pip3", "ls", "cat", "module", "ml", "sed", "grep", "awk", "hash",
-    "source", ".", "cd", "mkdir", "rm", "cp", "mv", "rsync", "kill", "pkill", "apt", "apt-get", "trap", "alias",
-    "export", "readonly", "declare", "local", "typeset", "for", "case", "select", "test", "[", "[[",
-}  # fmt: skip
-PREFIXES = {"exec", "nohup", "command", "env", "time", "stdbuf", "nice", "builtin"}
-
-
-@dataclass
-class Launch:
-    """A launcher or a Python program. kind: accelerate, torchrun, deepspeed or python. complete: no further options
-    can hide in a variable. arguments: of the program."""
-
-    kind: str
-    line: int
-    options: dict[str, str] = field(default_factory=dict)
-    program: str = ""
-    arguments: list[str] = field(default_factory=list)
-    complete: bool = True
-    command: ShellCommand | None = None
-    step: Step | None = None
-
-    @property
-    def is_launcher(self) -> bool:
-        return self.kind != "python"
-
-
-def find_launch(words: Sequence[str], line: int) -> Launch | None:
-    start = _command_at(words)
-    rest = list(words[start:])
-    if not rest or PurePosixPath(rest[0]).name in NOT_LAUNCHING:
-        return None
-    if rest[0] in ("conda", "mamba", "micromamba", "uv", "poetry") and "run" not in rest[1:3]:
-        return None
-    for at, word in enumerate(rest):
-        name = PurePosixPath(word).name
-        following = rest[at + 1] if at + 1 < len(rest) else ""
-        if name == "accelerate" and following == "launch":
-            return _launcher("accelerate", rest[at + 2 :], line)
-        if name in ("accelerate-launch", "torchrun"):
-            return _launcher("accelerate" if "accelerate" in name else "torchrun", rest[at + 1 :], line)
-        if word == "-m" and following in ("accelerate.commands.launch", "accelerate.commands.accelerate_cli"):
-            return _launcher("accelerate", rest[at + 2 :], line)
-        if word == "-m" and following in ("torch.distributed.run", "torch.distributed.launch"):
-            return _launcher("torchrun", rest[at + 2 :], line)
-        if name == "deepspeed" and at == 0:
-            return _launcher("deepspeed", rest[1:], line)
-        if re.fullmatch(r"python[\d.]*", name) and not _launches_later(rest[at:]):
-            return _python(rest[at + 1 :], line)
-    return None
-
-
-def _launches_later(words: Sequence[str]) -> bool:
-    """Whether a Python command line starts a launcher as its module."""
-    modules = ("accelerate.commands.launch", "accelerate.commands.accelerate_cli", "torch.distributed.run",
-               "torch.distributed.launch")  # fmt: skip
-    return any(word in modules for word in words[:8])
-
-
-def _command_at(words: Sequence[str]) -> int:
-    at = 0
-    while at < len(words):
-        if words[at] in PREFIXES or ASSIGNMENT.match(words[at]) or (at and words[at].startswith("-")):
-            at += 1
-        elif words[at] in ("timeout", "numactl", "taskset") and at + 1 < len(words):
-            at += 1
-            while at < len(words) and re.match(r"[-\d]", words[at]):
-                at += 1
-        else:
-            return at
-    return at
-
-
-def _launcher(kind: str, words: Sequence[str], line: int) -> Launch:
-    launch = Launch(kind, line)
-    at = 0
-    while at < len(words):
-        word = words[at]
-        at += 1
-        if not word.startswith("-"):
-            if UNKNOWN.fullmatch(word) and not re.search(r"\.py|script|main|train|program", word, re.IGNORECASE):
-                launch.complete = False
-                continue
-            launch.program, launch.arguments = word, list(words[at:])
-            break
-        name, equals, value = word.lstrip("-").partition("=")
-        name = name.replace("-", "_")
-        if not equals and name not in FLAGS and at < len(words):
-            value = words[at]
-            at += 1
-        launch.options[name] = value
-    return launch
-
-
-def _python(words: Sequence[str], line: int) -> Launch | None:
-    at = 0
-    while at < len(words) and words[at].startswith("-"):
-        if words[at] == "-m" and at + 1 < len(words):
-            return Launch("python", line, program=words[at + 1], arguments=list(words[at + 2 :]))
-        if words[at] in ("-c", "-", "-V", "--version"):
-            return None
-        at += 2 if words[at] in ("-W", "-X") else 1
-    return Launch("python", line, program=words[at], arguments=list(words[at + 1 :])) if at < len(words) else None
-
-
-@dataclass
-class Step:
-    """An srun. words: what stands after its own options. shell: the text of `bash -c`, and its commands. own: its
-    own options. nodes, tasks (per node), gpus (per node): None where not known."""
-
-    line: int
-    command: ShellCommand
-    own: Options
-    words: list[str]
-    early: str
-    nodes: int | None
-    tasks: int | None
-    gpus: int | None
-    shell: str | None = None
-    commands: list[ShellCommand] = field(default_factory=list)
-    scope: Scope | None = None
-    launches: list[Launch] = field(default_factory=list)
-
-    @property
-    def is_single(self) -> bool:
-        return self.nodes == 1 and self.tasks == 1
-
-
-class Job:
-    """A job script. kind of knowledge: `shebang` as written; `options` of its #SBATCH lines before the first command;
-    `late` and `comments`: lines that look like such, and are none."""
-
-    def __init__(self, text: str) -> None:
-        self.text = text.replace("\r\n", "\n")
-        self.lines = self.text.split("\n")
-        self.shebang = self.lines[0] if self.lines[0].startswith("#!") else ""
-        self.is_shell = not self.shebang or bool(re.search(r"\b(ba|z|da|k)?sh\b", self.shebang))
-        lexer = Lexer(self.text if self.is_shell else "")
-        self.commands = lexer.commands
-        self.directives: list[tuple[int, str]] = []
-        self.late: list[int] = []
-        self.comments: list[tuple[int, str]] = []
-        self._read_directives(lexer.here_lines)
-        self.stray: list[tuple[Option | None, str, int]] = []
-        self.options = Options(self._read_options())
-        self._count()
-        self.scope = Scope(self.commands, self._slurm())
-        self.steps: list[Step] = []
-        self.launches: list[Launch] = []
-        for command in self.commands:
-            self._read_command(command)
-
-    def _read_directives(self, here_lines: set[int]) -> None:
-        header = True
-        for line, text in enumerate(self.lines, 1):
-            if line in here_lines:
-                continue
-            if text.startswith("#SBATCH") and re.match(r"[\s\-]", text[7:8] or " "):
-                if header:
-                    self.directives.append((line, text[7:]))
-                elif re.match(r"\s*-", text[7:]):
-                    self.late.append(line)
-            elif text.strip() and not text.lstrip().startswith("#"):
-                header = False
-            elif header and re.match(r"\s*#\s*sbatch\s+-", text, re.IGNORECASE):
-                self.comments.append((line, text))
-
-    def _read_options(self) -> Iterator[Option]:
-        for line, text in self.directives:
-            rest = [word.strip("\"'") for word in directive_words(text)]
-            last: Option | None = None
-            while rest:
-                options, rest = read_options(rest, line, WITH_VALUE)
-                yield from options
-                last = options[-1] if options else last
-                if rest:
-                    self.stray.append((last, rest[0], line))
-                    rest = rest[1:]
-
-    def _count(self) -> None:
-        """Nodes, tasks per node and GPUs per node, as far as the directives say."""
-        options = self.options
-        self.is_exclusive = "exclusive" in options
-        nodes, ntasks = options.text("nodes") or "", options.number("ntasks")
-        found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", nodes)
-        self.nodes = int(found[1]) if found and found[2] in (None, found[1]) else None
-        self.nodes_range = nodes if found and self.nodes is None else None
-        per_node = options.number("ntasks-per-node") or options.number("tasks-per-node")
-        if not nodes and ntasks and per_node and ntasks % per_node == 0:
-            self.nodes = ntasks // per_node
-        if any(word in ("hetjob", "packjob") for _, word, _ in self.stray):
-            self.nodes = self.nodes_range = self.tasks = self.gpus = None
-            return
-        self.tasks = per_node
-        if ntasks:
-            spread = -(-ntasks // (self.nodes or 1))
-            self.tasks = min(spread, per_node or spread)
-        elif per_node is None and "ntasks-per-gpu" not in options:
-            self.tasks = 1
-        self.gpus = options.gpus(self.nodes or (None if nodes else 1), self.tasks)
-        per_gpu = options.number("ntasks-per-gpu")
-        if self.tasks is None and per_gpu and self.gpus:
-            self.tasks = per_gpu * self.gpus
-
-    def _slurm(self) -> dict[str, str]:
-        tasks = self.nodes * self.tasks if self.nodes and self.tasks else None
-        given = "gpus-per-node" in self.options
-        known = {
-            "SLURM_NNODES": self.nodes,
-            "SLURM_JOB_NUM_NODES": self.nodes,
-            "SLURM_GPUS_ON_NODE": self.gpus,
-            "SLURM_GPUS_PER_NODE": self.gpus if given else None,
-            "SLURM_NTASKS": tasks,
-            "SLURM_NPROCS": tasks,
-            "SLURM_NTASKS_PER_NODE": self.options.number("ntasks-per-node"),
-            "SLURM_CPUS_PER_TASK": self.options.number("cpus-per-task"),
-        }
-        return {name: str(value) for name, value in known.items() if value is not None}
-
-    def _read_command(self, command: ShellCommand) -> None:
-        words = self.scope.split(command.words)
-        if words and words[0] == "eval":
-            inner = Lexer(" ".join(words[1:]), command.line).commands
-            words = self.scope.split(inner[0].words) if inner else []
-        at = _command_at(words)
-        if at < len(words) and PurePosixPath(words[at]).name == "srun":
-            step = self._step(command, words[at + 1 :])
-            self.steps.append(step)
-            self.launches.extend(step.launches)
-        elif launch := find_launch(words, command.line):
-            launch.command = command
-            self.launches.append(launch)
-
-    def _step(self, command: ShellCommand, words: Sequence[str]) -> Step:
-        options, rest = read_options(words, command.line, WITH_VALUE | OF_SRUN)
-        own = Options(options)
-        nodes, tasks = self._shape(own)
-        gpus = own.gpus(nodes, tasks) or (None if {"gpus", "gpus-per-task"} & set(own.by_name) else self.gpus)
-        early = next((found[1] for found in re.finditer(f"{EARLY}(.*?){END}", " ".join(words))), "")
-        step = Step(command.line, command, own, rest, early, nodes, tasks, gpus)
-        for at, word in enumerate(rest[:-1]):
-            if SHELLS.fullmatch(PurePosixPath(word).name) and re.fullmatch(r"-[a-z]*c", rest[at + 1]):
-                step.shell = rest[at + 2] if at + 2 < len(rest) else ""
+@rule(
+    "sbatch-unset-variable",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("--gpus-per-node=4", "--gres=gpu:4").replace(
+        "--num_processes 4", "--num_processes $SLURM_GPUS_PER_NODE"
+    ),
+    good=GOOD.replace("--gpus-per-node=4", "--gres=gpu:4").replace(
+        "--num_processes 4", "--num_processes $SLURM_GPUS_ON_NODE"
+    ),
+)
+def unset_variable(script: Document, context: Context) -> Iterator[Problem]:
+    """Some variables of Slurm exist only where the option of the same name was given; else they are empty."""
+    job = job_of(script)
+    if not job or not job.is_job or not job.is_shell:
+        return
+    given = [job.options, *(step.own for step in job.steps)]
+    assigned = {each.name for each in job.scope.all}
+    for name, options in ONLY_IF_ASKED.items():
+        if name in assigned or any(option in each for option in options for each in given):
+            continue
+        for command in job.commands:
+            text = " ".join(word.text for word in command.words)
+            if re.search(rf"\${name}\b|\${{{name}}}|\(\([^)]*\b{name}\b", text):
+                instead = ", or use $SLURM_GPUS_ON_NODE" if name == "SLURM_GPUS_PER_NODE" else ""
+                message = f"${name} is empty: it is set only where --{options[0]} is given"
+                yield Problem(command.line, message, f"add #SBATCH --{options[0]}=N{instead}")
                 break
-        if step.shell is None:
-            launch = find_launch(rest, command.line)
-            step.launches = [launch] if launch else []
-        else:
-            self._read_shell(step)
-        for launch in step.launches:
-            launch.step, launch.command = step, launch.command or command
-        return step
-
-    def _read_shell(self, step: Step) -> None:
-        line = step.command.line
-        for word in step.command.words:
-            if "\n" in word.text:
-                line = word.line
-        step.commands = Lexer(step.shell or "", line).commands
-        step.scope = Scope(step.commands, self._slurm(), self.scope)
-        for command in step.commands:
-            launch = find_launch(step.scope.split(command.words), command.line)
-            if launch:
-                launch.command = command
-                step.launches.append(launch)
-
-    def _shape(self, own: Options) -> tuple[int | None, int | None]:
-        """Nodes and tasks per node of a step."""
-        count, per_node = own.number("ntasks"), own.number("ntasks-per-node")
-        nodes = own.number("nodes") if "nodes" in own else 1 if count == 1 else self.nodes
-        if "ntasks-per-node" in own:
-            return nodes, per_node
-        if "ntasks" in own:
-            return nodes, -(-count // nodes) if count and nodes else None
-        if "nodes" in own and own.number("nodes") != self.nodes and "ntasks" in self.options:
-            return nodes, None
-        return nodes, self.tasks
-
-    @cached_property
-    def code(self) -> str:
-        """All words of all commands, so without comments."""
-        return "\n".join(" ".join(word.text for word in command.words) for command in self.commands)
-
-    @property
-    def is_job(self) -> bool:
-        return bool(self.directives)
-
-    def nodes_of(self, launch: Launch) -> int | None:
-        """How many nodes run a launch; None where not known."""
-        if launch.step:
-            return launch.step.nodes
-        if self.steps or self.calls_elsewhere:
-            return None
-        return 1 if self.nodes == 1 else None
-
-    def gpus_of(self, launch: Launch) -> int | None:
-        return launch.step.gpus if launch.step else self.gpus
-
-    @cached_property
-    def calls_elsewhere(self) -> bool:
-        """Whether something may reach other nodes in a way that is not followed here."""
-        words = r"\b(srun|mpirun|mpiexec\w*|pdsh|clush|ssh|ray|dask\w*|parallel|sbatch|submitit|orterun|prun|jsrun|flux)\b"
-        return bool(re.search(words, self.code) or re.search(r"\bhostfile", self.code))
-
-    @cached_property
-    def trains(self) -> bool:
-        return any(launch.is_launcher for launch in self.launches) or bool(self.launches and self.gpus)
-
-    @cached_property
-    def shares_gpus(self) -> bool:
-        """Whether several launches, or loops, use the GPUs in parts."""
-        several = len([launch for launch in self.launches if launch.is_launcher]) > 1
-        nested = any(launch.command and (launch.command.nested or launch.command.is_background)
-                     for launch in self.launches if not launch.step)  # fmt: skip
-        steps = any(step.command.nested or (step.command.is_background and len(self.steps) > 1) for step in self.steps)
-        return several or nested or steps or "CUDA_VISIBLE_DEVICES" in self.code
 
 
-def directive_words(text: str) -> list[str]:
-    """Words of a directive, up to a comment."""
-    found = []
-    for word in re.finditer(r"#.*|(?:[^\s\"'#\\]|\"[^\"]*\"|'[^']*'|\\.|[\"'\\])+", text):
-        if word[0].startswith("#"):
-            break
-        found.append(word[0].replace('"', "").replace("'", "") if not word[0].startswith(("'", '"')) else word[0])
-    return found
+@rule(
+    "sbatch-export-none",
+    "warning",
+    "sbatch",
+    bad=GOOD_TWO.replace("#SBATCH --time", "#SBATCH --export=NONE\n#SBATCH --time"),
+    good=GOOD_TWO.replace("#SBATCH --time", "#SBATCH --export=NONE\n#SBATCH --time").replace(
+        "set -e", "unset SLURM_EXPORT_ENV\nset -e"),
+)  # fmt: skip
+def export_none(script: Document, context: Context) -> Iterator[Problem]:
+    """--export=NONE holds for the steps too: what the script exports does not reach what srun starts."""
+    job = job_of(script)
+    if not job or (job.options.text("export") or "").upper() != "NONE" or "SLURM_EXPORT_ENV" in job.code:
+        return
+    exported = sorted(each for each in job.scope.exported if each not in PRESET)
+    for step in job.steps:
+        if exported and "export" not in step.own and step.launches:
+            message = f"--export=NONE: srun does not hand on {', '.join(exported[:3])}"
+            yield Problem(step.line, message, "write unset SLURM_EXPORT_ENV, or srun --export=ALL")
+            return
 
 
-@lru_cache(maxsize=64)
-def _job(text: str) -> Job | None:
-    try:
-        return Job(text)
-    except RecursionError:
+# --- ends: signals, requeues, exit status
+
+
+@rule(
+    "sbatch-requeue-without-signal",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("#SBATCH --time", "#SBATCH --requeue\n#SBATCH --time"),
+    good=GOOD.replace("#SBATCH --time", "#SBATCH --requeue\n#SBATCH --signal=TERM@180\n#SBATCH --time"),
+)
+def requeue_without_signal(script: Document, context: Context) -> Iterator[Problem]:
+    """A requeued job starts from its last checkpoint. Without a signal before the limit nothing tells it to save, and
+    all since then is lost."""
+    job = job_of(script)
+    if job and "requeue" in job.options and "signal" not in job.options and job.gpus:
+        if "trap" not in job.code and not re.search(r"signal", job.code):
+            message = "--requeue without --signal: nothing tells the training to save before the time limit"
+            yield Problem(job.options.line("requeue"), message, "add #SBATCH --signal=TERM@180 and save on the signal")
+
+
+def signal_of(job: Job) -> re.Match[str] | None:
+    return SIGNAL.fullmatch(job.options.text("signal") or "")
+
+
+def traps(job: Job) -> dict[str, int]:
+    """Signals that the batch shell handles, with the line."""
+    found: dict[str, int] = {}
+    for command in job.commands:
+        words = [word.text for word in command.words]
+        if words[0] == "trap" and len(words) > 2 and words[1] not in ("", "-"):
+            found |= {word.upper().removeprefix("SIG"): command.line for word in words[2:]}
+    names = {"10": "USR1", "12": "USR2", "15": "TERM", "2": "INT", "1": "HUP"}
+    return {names.get(name, name): line for name, line in found.items()}
+
+
+ENVIRONMENT_FILE = re.compile(
+    r"activate|bashrc|profile|conda|module|env|setup|venv|lmod|init|intel|spack", re.IGNORECASE
+)
+
+
+def _sources_other(job: Job) -> bool:
+    return any(
+        command.words[0].text in ("source", ".")
+        and not ENVIRONMENT_FILE.search(" ".join(each.text for each in command.words))
+        for command in job.commands
+    )
+
+
+@rule(
+    "sbatch-signal-without-trap",
+    "warning",
+    "sbatch",
+    bad=GOOD_SIGNAL.replace("trap", "# trap"),
+    good=GOOD_SIGNAL,
+)
+def signal_without_trap(script: Document, context: Context) -> Iterator[Problem]:
+    """--signal=B: goes to the batch shell alone. Without a trap for it the shell ends at once, and the training with
+    it, before the time limit and without a checkpoint."""
+    job = job_of(script)
+    found = signal_of(job) if job else None
+    if not job or not found or "B" not in (found["where"] or "").upper() or not job.is_shell or _sources_other(job):
+        return
+    ignored = any(command.words[0].text == "exec" or "trap" == command.words[0].text for command in job.commands)
+    name = {"10": "USR1", "12": "USR2", "15": "TERM"}.get(found["name"], found["name"].upper())
+    if not ignored or (traps(job) and name not in traps(job) and "exec" not in job.code):
+        message = f"--signal={found[0]} goes to the batch shell, which has no trap for {name} and ends at once"
+        fix = f"add trap 'scancel --signal={name} \"$SLURM_JOB_ID\"' {name}, and wait for srun in the background"
+        yield Problem(job.options.line("signal"), message, fix)
+
+
+@rule(
+    "sbatch-trap-in-foreground",
+    "warning",
+    "sbatch",
+    bad=GOOD_SIGNAL.split("&\nstep")[0],
+    good=GOOD_SIGNAL,
+)
+def trap_in_foreground(script: Document, context: Context) -> Iterator[Problem]:
+    """A shell runs a trap only after its foreground command has ended: while srun runs in the foreground, the signal
+    waits for the end of the training."""
+    job = job_of(script)
+    found = signal_of(job) if job else None
+    if not job or not found or "B" not in (found["where"] or "").upper():
+        return
+    name = found["name"].upper()
+    line = traps(job).get({"10": "USR1", "12": "USR2", "15": "TERM"}.get(name, name))
+    training = [launch for launch in job.launches if launch.command or launch.step]
+    ends = [(launch.step.command if launch.step else launch.command) for launch in training]
+    if line and ends and all(each and not each.is_background and each.end != ")" for each in ends):
+        message = f"the trap at line {line} runs only after this command has ended: it is in the foreground"
+        fix = "start it with & at the end, then wait for it in a loop"
+        yield Problem(training[0].step.line if training[0].step else training[0].line, message, fix)
+
+
+@rule(
+    "sbatch-signal-unreached",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("#SBATCH --time", "#SBATCH --signal=USR1@180\n#SBATCH --time").replace("srun ", ""),
+    good=GOOD.replace("#SBATCH --time", "#SBATCH --signal=USR1@180\n#SBATCH --time"),
+)
+def signal_unreached(script: Document, context: Context) -> Iterator[Problem]:
+    """Without B: a signal goes to the steps that srun started, not to the batch shell and what it runs itself."""
+    job = job_of(script)
+    found = signal_of(job) if job else None
+    if not job or not found or "B" in (found["where"] or "").upper():
+        return
+    line, name = job.options.line("signal"), found["name"].upper()
+    if job.launches and not job.steps and not job.calls_elsewhere and job.trains:
+        message = f"--signal={found[0]} goes to steps of srun only, and the script has none"
+        yield Problem(line, message, "start the training with srun")
+    elif name in traps(job) and name != "TERM" and job.launches:
+        message = f"--signal={found[0]} goes to the steps only: the trap at line {traps(job)[name]} never runs"
+        yield Problem(line, message, f"write --signal=B:{found[0]}")
+
+
+@rule(
+    "sbatch-signal-too-late",
+    "warning",
+    "sbatch",
+    bad=GOOD_SIGNAL.replace("@180", "@10"),
+    good=GOOD_SIGNAL,
+)
+def signal_too_late(script: Document, context: Context) -> Iterator[Problem]:
+    """A checkpoint of a T5 with its optimizer takes a while to write; what is not done at the limit is killed. And a
+    signal earlier than the whole limit comes at the start."""
+    job = job_of(script)
+    found = signal_of(job) if job else None
+    if not job or not found or not found["seconds"]:
+        return
+    seconds, limit = int(found["seconds"]), seconds_of(job.options.text("time") or "")
+    if seconds < 30:
+        message = f"the signal comes {seconds} s before the limit, too late to save a checkpoint"
+        yield Problem(job.options.line("signal"), message, f"write --signal={found[0].partition('@')[0]}@180")
+    elif limit and seconds >= limit:
+        message = f"the signal comes {seconds} s before the end, but the job has {limit} s in all"
+        yield Problem(job.options.line("signal"), message, "give the job more time, or the signal less")
+
+
+def seconds_of(text: str) -> int | None:
+    """A time limit as Slurm reads it."""
+    if not TIME.fullmatch(text) or not text[0].isdecimal():
         return None
+    days, dash, rest = text.rpartition("-")
+    parts = [int(part) for part in rest.split(":")]
+    if dash:
+        hours, minutes, seconds = (*parts, 0, 0)[:3]
+        return ((int(days) * 24 + hours) * 60 + minutes) * 60 + seconds
+    hours, minutes, seconds = {1: (0, *parts, 0), 2: (0, *parts), 3: tuple(parts)}[len(parts)]
+    return (hours * 60 + minutes) * 60 + seconds
 
 
-def job_of(document: Document) -> Job | None:
-    """The script, or None where it is none: a Python file that speaks of sbatch, or brackets without end."""
-    if document.path.endswith(".py"):
-        return None
-    return _job(document.text)
+@rule(
+    "sbatch-time-in-minutes",
+    "info",
+    "sbatch",
+    bad=GOOD.replace("--time=12:00:00", "--time=24:00"),
+    good=GOOD,
+)
+def time_in_minutes(script: Document, context: Context) -> Iterator[Problem]:
+    """Two numbers are minutes and seconds, one is minutes: 24:00 ends after 24 minutes."""
+    job = job_of(script)
+    text = (job.options.text("time") or "") if job else ""
+    if job and re.fullmatch(r"(12|24|36|48|72|96|120)(:00)?", text) and job.trains:
+        hours = text.split(":")[0]
+        message = f"--time={text} is {hours} minutes"
+        yield Problem(job.options.line("time"), message, f"for hours write --time={hours}:00:00")
+
+
+@rule(
+    "sbatch-pipe-hides-status",
+    "warning",
+    "sbatch",
+    bad=GOOD.replace("set -euo pipefail\n", "").replace("train.py", "train.py | tee train.log"),
+    good=GOOD.replace("train.py", "train.py | tee train.log"),
+)
+def pipe_hides_status(script: Document, context: Context) -> Iterator[Problem]:
+    """A pipe has the exit status of its last part. After a crash the job is COMPLETED, and what depends on it runs."""
+    job = job_of(script)
+    if not job or re.search("pipefail|PIPESTATUS", job.text):
+        return
+    for launch in job.launches:
+        commands = [launch.command, launch.step.command if launch.step else None]
+        if any(command and command.is_piped for command in commands) and job.is_job:
+            message = "the exit status of the training is lost in the pipe: after a crash the job counts as completed"
+            yield Problem(launch.line, message, "write set -o pipefail above, or srun --output=FILE without a pipe")
+            return
+
+
+@rule(
+    "sbatch-no-wait",
+    "error",
+    "sbatch",
+    bad=GOOD_SIGNAL.split("step=")[0],
+    good=GOOD_SIGNAL,
+)
+def no_wait(script: Document, context: Context) -> Iterator[Problem]:
+    """When the batch script ends, Slurm kills what still runs in the background."""
+    job = job_of(script)
+    if not job or not job.is_job or re.search(r"\bwait\b|kill -0|--pid|\bsleep\b|\bfg\b|\bwhile\b|\buntil\b", job.code):
+        return
+    behind = [(each.step.command if each.step else each.command) for each in job.launches]
+    in_background = [each for each in behind if each and each.is_background and not each.in_function]
+    if in_background and in_background[-1] is behind[-1] and not _sources_other(job):
+        rest = [each for each in job.commands if each.line > in_background[-1].line]
+        if not any(find.text in ("bash", "sh", "python", "srun") for each in rest for find in each.words[:1]):
+            message = "it is started in the background, and the script ends without waiting: Slurm kills it at once"
+            yield Problem(in_background[-1].line, message, "end the script with wait")
+
+
+@rule(
+    "sbatch-kill-on-bad-exit",
+    "info",
+    "sbatch",
+    bad=GOOD_TWO.replace("--kill-on-bad-exit=1 ", ""),
+    good=GOOD_TWO,
+    link="pytorch/pytorch#76287",
+)
+def kill_on_bad_exit(script: Document, context: Context) -> Iterator[Problem]:
+    """When one node dies the others wait for it, up to the time limit. With --kill-on-bad-exit=1 the step ended 0.2 s
+    later; without it was still there after 76 s."""
+    job = job_of(script)
+    for launch in on_several_nodes(job) if job else ():
+        step = launch.step
+        if (
+            step
+            and not {"kill-on-bad-exit", "K"} & set(step.own.by_name)
+            and "KILL_BAD_EXIT" not in (job.code if job else "")
+        ):
+            if any(UNKNOWN.fullmatch(word) for word in step.words[:1]) or any(map(_is_k, step.own.all)):
+                continue
+            message = "srun without --kill-on-bad-exit=1: when one node dies, the others wait up to the time limit"
+            yield Problem(step.line, message, "write srun --kill-on-bad-exit=1")
+            return
+
+
+def _is_k(option: object) -> bool:
+    return getattr(option, "name", "").startswith("K")
+
+
+# --- output
+
+
+@rule(
+    "sbatch-output-overwritten",
+    "info",
+    "sbatch",
+    bad=GOOD.replace("%x-%j.out", "train.log"),
+    good=GOOD,
+)
+def output_overwritten(script: Document, context: Context) -> Iterator[Problem]:
+    """A fixed name is overwritten by the next job, and all elements of an array write into one file at once."""
+    job = job_of(script)
+    value = (job.options.text("output") or "") if job else ""
+    if not job or not value or value.startswith("/dev/") or "append" in (job.options.text("open-mode") or ""):
+        return
+    if "array" in job.options and not re.search(r"%\d*[ajA]", value):
+        message = f"--output={value}: all elements of the array write into it"
+        yield Problem(job.options.line("output"), message, "write --output=%x-%A_%a.out", severity="warning")
+    elif not re.search(r"%\d*[jJAa]", value) and "$" not in value and "{" not in value:
+        yield Problem(job.options.line("output"), f"--output={value} is overwritten by the next job", "put %j into it")
+
+
+@rule(
+    "sbatch-output-folder",
+    "info",
+    "sbatch",
+    bad=GOOD.replace("%x-%j.out", "logs/%x-%j.out").replace("set -e", "mkdir -p logs\nset -e"),
+    good=GOOD.replace("%x-%j.out", "logs/%x-%j.out"),
+)
+def output_folder(script: Document, context: Context) -> Iterator[Problem]:
+    """Slurm opens the output before the script runs. Where its folder is not there yet, the job fails without a
+    word; a mkdir in the script comes too late."""
+    job = job_of(script)
+    folder = str(PurePosixPath((job.options.text("output") or "") if job else "").parent)
+    for command in job.commands if job and folder not in (".", "/", "") else ():
+        words = [word.text.rstrip("/") for word in command.words]
+        if words[0] == "mkdir" and folder in [word.removeprefix("./") for word in words[1:]]:
+            message = (
+                f"mkdir {folder} comes after Slurm has opened --output={job.options.text('output') if job else ''}"
+            )
+            yield Problem(command.line, message, f"create {folder} before sbatch")
+            return
