@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterator
+from itertools import pairwise
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
@@ -120,6 +121,10 @@ def on_several_nodes(job: Job, *kinds: str) -> Iterator[Launch]:
     return (each for each in launches(job, *kinds) if each.step and (each.step.nodes or 1) > 1)
 
 
+TRAINING = re.compile("train|tune", re.IGNORECASE)
+"""In the name of a Python program."""
+
+
 def counted(count: int, name: str) -> str:
     return f"{count} {name}{'s' * (count != 1)}"
 
@@ -209,6 +214,7 @@ def variable_in_directive(script: Document, context: Context) -> Iterator[Proble
 KNOWN = WITH_VALUE | WITHOUT_VALUE
 COUNTS = {"nodes", "ntasks", "ntasks-per-node", "cpus-per-task", "gpus", "gpus-per-node", "gpus-per-task",
           "ntasks-per-gpu", "cpus-per-gpu"}  # fmt: skip
+ONE_VALUE = {"time", "partition", "gres", "mem", "output", "error", "job-name", "array", "signal", "constraint", "qos"}
 PLACEHOLDER = re.compile(r"[<>{}@$]|\.\.\.|XX|__")
 
 
@@ -321,7 +327,7 @@ def option_twice(script: Document, context: Context) -> Iterator[Problem]:
     first: dict[str, tuple[str | None, int]] = {}
     for option in job.options.all:
         value, line = first.setdefault(option.name, (option.value, option.line))
-        if value != option.value and option.name in WITH_VALUE:
+        if value != option.value and option.name in COUNTS | ONE_VALUE:
             message = f"--{option.name} is {value} at line {line} and {option.value} here, which counts"
             yield Problem(option.line, message, "keep one of them")
 
@@ -450,6 +456,26 @@ def launcher_per_task(script: Document, context: Context) -> Iterator[Problem]:
 
 
 @rule(
+    "sbatch-launcher-under-mpirun",
+    "error",
+    "sbatch",
+    bad=GOOD.replace("srun ", "mpirun -np 4 "),
+    good=GOOD,
+)
+def launcher_under_mpirun(script: Document, context: Context) -> Iterator[Problem]:
+    """mpirun starts its command once per rank, and accelerate launch and torchrun start all processes of a node
+    themselves: several of them fight for the port and the GPUs."""
+    job = job_of(script)
+    for launch in launches(job, "accelerate", "torchrun", "deepspeed") if job and job.is_job else ():
+        words = [word.text for word in launch.command.words] if launch.command and not launch.step else []
+        if words and words[0] in ("mpirun", "mpiexec", "orterun"):
+            ranks = [number(value) for name, value in pairwise(words) if name in ("-n", "-np", "--np")]
+            if ranks and ranks[0] and ranks[0] > (job.nodes or 1 if job else 1):
+                message = f"{words[0]} starts {launch.kind} {ranks[0]} times, and each starts all processes again"
+                yield Problem(launch.line, message, "start it with srun, one task per node")
+
+
+@rule(
     "sbatch-no-srun",
     "error",
     "sbatch",
@@ -462,8 +488,7 @@ def no_srun(script: Document, context: Context) -> Iterator[Problem]:
     if not job or (job.nodes or 1) < 2 or job.steps or job.calls_elsewhere:
         return
     for launch in launches(job):
-        training = re.search(r"train|tune", launch.program, re.IGNORECASE)
-        if launch.is_launcher or training:
+        if launch.is_launcher or TRAINING.search(launch.program):
             name = {"accelerate": "accelerate launch"}.get(launch.kind, launch.kind)
             message = f"{name} runs on the first of {job.nodes} nodes only: nothing starts it on the others"
             fix = "start it with srun: srun --kill-on-bad-exit=1 bash -c '... --machine_rank $SLURM_NODEID ...'"
@@ -587,7 +612,8 @@ def machine_rank(script: Document, context: Context) -> Iterator[Problem]:
         dynamic = not backend.sure or (backend.value or "static") != "static"
         if (launch.kind == "torchrun" or config_of(launch, context)) and dynamic:
             continue
-        if "standalone" in launch.options or setting(launch, context, "num_machines", "nnodes").missing:
+        machines = setting(launch, context, "num_machines", "nnodes")
+        if "standalone" in launch.options or machines.missing or machines.number not in (None, nodes):
             continue
         if given.number is not None and (launch.step and launch.step.tasks == 1):
             yield Problem(launch.line, f"{name} is {given.number} on all {nodes} nodes", fix)
@@ -646,8 +672,10 @@ def head_address(script: Document, context: Context) -> Iterator[Problem]:
                 launch.step.shell
             ):
                 yield Problem(launch.line, f"{name} is {shown(value)}, another on each of {nodes} nodes", fix)
-        elif launch.kind == "accelerate" and given.missing and not config_of(launch, context):
-            yield Problem(launch.line, f"main_process_ip is not given on {nodes} nodes", fix + ", as --main_process_ip")
+        elif launch.kind == "accelerate" and given.missing and not setting(launch, context, "num_machines").missing:
+            yield Problem(
+                launch.line, f"main_process_ip is not given on {nodes} nodes: accelerate looks for a host None", fix
+            )
     if any(on_several_nodes(job)):
         for each in job.scope.all:
             if each.name == "MASTER_ADDR" and each.word and HERE.fullmatch(each.word.text) and not each.nested:
@@ -891,7 +919,8 @@ def deepspeed_launcher(script: Document, context: Context) -> Iterator[Problem]:
 
 
 PRESET = {"PATH", "LD_LIBRARY_PATH", "PYTHONPATH", "HOME", "TMPDIR", "USER", "SHELL", "PWD", "HOSTNAME", "CPATH",
-          "LIBRARY_PATH", "MANPATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "CONDA_PREFIX", "SHELLOPTS"}  # fmt: skip
+          "LIBRARY_PATH", "MANPATH", "LANG", "LC_ALL", "VIRTUAL_ENV", "CONDA_PREFIX", "SHELLOPTS",
+          "CUDA_VISIBLE_DEVICES", "OMP_NUM_THREADS"}  # fmt: skip
 
 
 @rule(
@@ -950,7 +979,8 @@ def unset_variable(script: Document, context: Context) -> Iterator[Problem]:
     given = [job.options, *(step.own for step in job.steps)]
     assigned = {each.name for each in job.scope.all}
     for name, options in ONLY_IF_ASKED.items():
-        if name in assigned or any(option in each for option in options for each in given):
+        looked_at = re.search(rf"(-[nz]|-v) \$?\{{?{name}\b", job.code)
+        if name in assigned or looked_at or any(option in each for option in options for each in given):
             continue
         for command in job.commands:
             text = " ".join(word.text for word in command.words)
@@ -1164,6 +1194,8 @@ def pipe_hides_status(script: Document, context: Context) -> Iterator[Problem]:
     if not job or re.search("pipefail|PIPESTATUS", job.text):
         return
     for launch in job.launches:
+        if launch.kind == "python" and not launch.step and not TRAINING.search(launch.program):
+            continue
         commands = [launch.command, launch.step.command if launch.step else None]
         if any(command and command.is_piped for command in commands) and job.is_job:
             message = "the exit status of the training is lost in the pipe: after a crash the job counts as completed"

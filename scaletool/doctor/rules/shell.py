@@ -97,6 +97,12 @@ def quote_closed(text: str, at: int) -> int:
     return len(text)
 
 
+def _found(text: str, sought: str, at: int) -> int:
+    """Where it stands next, or the text's end."""
+    place = text.find(sought, at)
+    return len(text) if place < 0 else place
+
+
 class Lexer:
     """A shell text as commands."""
 
@@ -124,7 +130,7 @@ class Lexer:
             elif char == "\\" and re.match(r"\\\r?\n", text[self.at : self.at + 3]):
                 self.at = text.index("\n", self.at) + 1
             elif char == "#":
-                self.at = text.find("\n", self.at) if "\n" in text[self.at :] else len(text)
+                self.at = _found(text, "\n", self.at)
             elif char == "\n":
                 self._end("\n")
                 self.at += 1
@@ -141,8 +147,7 @@ class Lexer:
         for end in self.here_ends:
             while self.at < len(self.text):
                 self.here_lines.add(self.line())
-                stop = self.text.find("\n", self.at)
-                stop = len(self.text) if stop < 0 else stop
+                stop = _found(self.text, "\n", self.at)
                 content = self.text[self.at : stop]
                 self.at = stop + 1
                 if content.strip("\t\r ") == end:
@@ -229,8 +234,7 @@ class Lexer:
             self.at += 2
         elif char == "'" or text.startswith("$'", self.at):
             start = text.index("'", self.at) + 1
-            end = text.find("'", start)
-            end = len(text) if end < 0 else end
+            end = _found(text, "'", start)
             pieces.append(Piece(text[start:end], literal=True))
             self.at = end + 1
         elif char == '"':
@@ -340,6 +344,7 @@ class Scope:
         self.all = [each for command in commands for each in assignments(command)]
         self.exported = {each.name for each in self.all if each.exported}
         self.values: dict[str, list[Word] | None] = {}
+        self.known: dict[str, str | None] = {}
         for each in self.all:
             self._add(each)
 
@@ -354,6 +359,11 @@ class Scope:
 
     def lookup(self, name: str, depth: int) -> str | None:
         """The value of a variable, None where nothing in the script gives it one."""
+        if name not in self.known:
+            self.known[name] = self._lookup(name, depth)
+        return self.known[name]
+
+    def _lookup(self, name: str, depth: int) -> str | None:
         if name in self.values:
             words = self.values[name]
             if words is None or depth > DEEPEST_VALUE:
