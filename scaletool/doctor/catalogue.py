@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -30,9 +31,9 @@ def catalogue() -> str:
 def _lines() -> Iterator[str]:
     yield "# What `scaletool doctor` looks for"
     yield ""
-    yield f"Generated from {len(RULES) + len(RUN_RULES)} rules, each a function with an example that it refuses and one"
-    yield "in which nothing is found. An error will fail, or silently do something else than written; a warning costs"
-    yield "speed or safety."
+    yield f"Generated from {len(RULES) + len(RUN_RULES)} rules. Each has an example that it refuses and one in which"
+    yield "nothing is found; shown is the way from the first to the second. An error will fail, or silently do something"
+    yield "else than written; a warning costs speed or safety; an info is worth knowing."
     for kind, title in TITLES.items():
         yield from ("", f"## {title}", "")
         for rule in RULES.values():
@@ -45,15 +46,21 @@ def _lines() -> Iterator[str]:
 def _entry(rule: Rule) -> Iterator[str]:
     evidence = f" Evidence: {rule.link}." if rule.link else ""
     yield from (f"### {rule.name} ({rule.severity})", "", f"{rule.why}{evidence}", "")
-    yield from ("<details><summary>refused, and let pass</summary>", "")
-    for example in (rule.bad, rule.good):
-        yield from _blocks(example)
-    yield from ("</details>", "")
+    yield from ("```diff", *_change(_files(rule.bad), _files(rule.good)), "```", "")
 
 
-def _blocks(example: Example) -> Iterator[str]:
-    for text in [example] if isinstance(example, str) else example.values():
-        yield from ("````", text.rstrip("\n"), "````", "")
+def _files(example: Example) -> dict[str, str]:
+    return {"": example} if isinstance(example, str) else dict(example)
+
+
+def _change(bad: dict[str, str], good: dict[str, str]) -> Iterator[str]:
+    """What to change in the refused example to make the accepted one."""
+    for name in dict.fromkeys([*bad, *good]):
+        old, new = (files.get(name, "").replace("\r", "␍").split("\n") for files in (bad, good))
+        lines = list(difflib.unified_diff(old, new, n=1, lineterm=""))[2:]
+        if lines and name:
+            yield f"# {name}"
+        yield from ("..." if line.startswith("@@") else line for line in lines)
 
 
 if __name__ == "__main__":

@@ -488,8 +488,8 @@ def flash_attention(document: Document, context: Context) -> Iterator[Problem]:
     link="huggingface/accelerate, utils/launch.py",
 )
 def accumulation_elsewhere(document: Document, context: Context) -> Iterator[Problem]:
-    """DeepSpeed accumulates as the accelerate config says, a loop or Trainer as the arguments say: two counts in one run
-    step at the wrong places."""
+    """DeepSpeed accumulates as the accelerate config says, a loop or Trainer as the arguments say: two counts in one
+    run step at the wrong places."""
     own = number(document, "gradient_accumulation_steps")
     for config in context.of("accelerate"):
         other = number(config, "deepspeed_config.gradient_accumulation_steps")

@@ -126,6 +126,11 @@ def runs_on(architectures: list[str], wanted: tuple[int, int]) -> bool:
 
 # --- versions, wheels, driver
 
+# Only the CUDA 12.6 wheels have code for sm_70, and torch 2.14 is the last release that has such wheels
+# (pytorch/pytorch#172352, pytorch/test-infra PR #8739). uv knows the index of each backend; pip needs its address.
+INSTALL = {(7, 0): 'pip install uv && uv pip install "torch>=2.6,<2.15" --torch-backend=cu126'}
+INSTALL_AUTO = "pip install uv && uv pip install torch --torch-backend=auto"
+
 
 @rule(
     "environment-torch-without-gpu-code",
@@ -141,17 +146,16 @@ def torch_without_gpu_code(found: Document, context: Context) -> Iterator[Proble
     built = architectures(found)
     devices = entries(found, "torch.devices")
     wanted = {each for each in map(capability, devices) if each}
-    fix = 'pip install "torch>=2.6,<2.15" --index-url https://download.pytorch.org/whl/cu126'
     for each in sorted(wanted) if built else ():
         if not runs_on(built, each):
             message = (
                 f"torch {text(found, 'torch.version')} has no code for sm_{each[0]}{each[1]}: only {', '.join(built)}"
             )
-            yield Problem("torch.arch_list", message, fix)
+            yield Problem("torch.arch_list", message, INSTALL.get(each, INSTALL_AUTO))
     if built and not gpus(found) and not runs_on(built, context.gpu.capability):
         major, minor = context.gpu.capability
         message = f"torch {text(found, 'torch.version')} has no code for {context.gpu.name} (sm_{major}{minor})"
-        yield Problem("torch.arch_list", message, fix, severity="info")
+        yield Problem("torch.arch_list", message, INSTALL.get((major, minor), INSTALL_AUTO), severity="info")
 
 
 @rule(
@@ -165,8 +169,7 @@ def torch_for_cpu(found: Document, context: Context) -> Iterator[Problem]:
     """With a CPU build of torch the GPUs are not used, and nothing says so."""
     if found.has("torch.cuda") and found.get("torch.cuda") is None and entries(found, "driver.gpus"):
         message = f"torch {text(found, 'torch.version')} is a CPU build, but there are {gpus(found)} GPUs"
-        fix = 'pip install "torch>=2.6,<2.15" --index-url https://download.pytorch.org/whl/cu126'
-        yield Problem("torch.version", message, fix)
+        yield Problem("torch.version", message, INSTALL.get(context.gpu.capability, INSTALL_AUTO))
 
 
 HIDDEN = ("", "-1", "NoDevFiles")

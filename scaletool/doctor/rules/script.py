@@ -278,7 +278,6 @@ def argmax_every_step(document: Document, context: Context) -> Iterator[Problem]
     "script",
     bad=GOOD.replace(AFTER_STEP, '            accelerator.save_state("last")\n' + AFTER_STEP),
     good=GOOD,
-    link="own reasoning",
 )
 def save_every_step(document: Document, context: Context) -> Iterator[Problem]:
     """A checkpoint at every step writes the weights, and twice that of optimizer state, each time."""
@@ -319,7 +318,6 @@ def _is_one_device(script: Script, node: ast.expr, depth: int = 0) -> bool:
         "                loss = model(**batch).loss\n", '                loss = model(**batch.to("cuda:0")).loss\n'
     ),
     good=GOOD,
-    link="own reasoning",
 )
 def one_device(document: Document, context: Context) -> Iterator[Problem]:
     """cuda:0 is the first GPU on every rank: all processes would meet there."""
@@ -420,7 +418,6 @@ def divided_twice(document: Document, context: Context) -> Iterator[Problem]:
         "                optimizer.zero_grad()\n                optimizer.step()\n",
     ),
     good=GOOD,
-    link="own reasoning",
 )
 def zero_grad_between(document: Document, context: Context) -> Iterator[Problem]:
     """zero_grad between backward and step throws the gradient away: the step applies nothing but weight decay."""
@@ -451,7 +448,7 @@ def _steps(call: ast.Call, optimizer: str) -> bool:
     return optimizer in (dotted(receiver(call)), *(dotted(each) for each in call.args))
 
 
-@rule("script-zero-grad-missing", "error", "script", bad=GOOD.replace(STEP, ""), good=GOOD, link="own reasoning")
+@rule("script-zero-grad-missing", "error", "script", bad=GOOD.replace(STEP, ""), good=GOOD)
 def zero_grad_missing(document: Document, context: Context) -> Iterator[Problem]:
     """Without zero_grad every step adds its gradient to those of all steps before."""
     script = script_of(document)

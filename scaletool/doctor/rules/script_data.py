@@ -353,7 +353,6 @@ def stream_without_max_steps(document: Document, context: Context) -> Iterator[P
     "script",
     bad=GOOD_LOOP.replace("batch_size=8, shuffle=True", "batch_size=8, shuffle=False"),
     good=GOOD_LOOP,
-    link="own reasoning",
 )
 def unshuffled(document: Document, context: Context) -> Iterator[Problem]:
     """A training loader does not shuffle unless told to: every epoch goes through the rows in the order of the file."""

@@ -30,7 +30,6 @@ COLLECTIVES = {"gather", "gather_for_metrics", "reduce", "wait_for_everyone", "p
         "step, loss.item()", "step, accelerator.gather(loss).mean().item()"
     ),
     good=GOOD,
-    link="own reasoning",
 )
 def collective_on_one_rank(document: Document, context: Context) -> Iterator[Problem]:
     """Collective calls wait for all processes: behind a test for the main process the run hangs until its time
@@ -206,7 +205,6 @@ def _is_heavy(script: Script, item: ast.expr, name: str) -> bool:
     "script",
     bad=GOOD.replace("import torch\n", 'import os\n\nimport torch\n\nos.environ["CUDA_VISIBLE_DEVICES"] = "0"\n', 1),
     good=GOOD,
-    link="own reasoning",
 )
 def visible_devices(document: Document, context: Context) -> Iterator[Problem]:
     """CUDA_VISIBLE_DEVICES set to one GPU inside the script holds for every process: with more processes than GPUs seen
@@ -257,7 +255,6 @@ def data_parallel(document: Document, context: Context) -> Iterator[Problem]:
     "script",
     bad=GOOD.replace("    with torch.no_grad():\n", "    if True:\n"),
     good=GOOD,
-    link="own reasoning",
 )
 def eval_with_grad(document: Document, context: Context) -> Iterator[Problem]:
     """model.eval() does not stop autograd: without no_grad a validation loop builds every graph, and takes the memory

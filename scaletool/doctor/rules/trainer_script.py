@@ -318,7 +318,6 @@ TRAINER_LATER = ("self",)
     "script",
     bad=GOOD.replace("eval_steps=1000", "eval_steps=10"),
     good=GOOD,
-    link="own reasoning",
 )
 def frequent_evaluation(document: Document, context: Context) -> Iterator[Problem]:
     """An evaluation or a checkpoint every few steps takes longer than the steps between."""
