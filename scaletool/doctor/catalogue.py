@@ -32,8 +32,8 @@ def _lines() -> Iterator[str]:
     yield "# What `scaletool doctor` looks for"
     yield ""
     yield f"Generated from {len(RULES) + len(RUN_RULES)} rules. Each has an example that it refuses and one in which"
-    yield "nothing is found; shown is the way from the first to the second. An error will fail, or silently do what is not"
-    yield "written; a warning costs speed or safety; an info is worth knowing."
+    yield "nothing is found; shown is the way from the first to the second. An error will fail, or silently do what is"
+    yield "not written; a warning costs speed or safety; an info is worth knowing."
     for kind, title in TITLES.items():
         yield from ("", f"## {title}", "")
         for rule in RULES.values():
